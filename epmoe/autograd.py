@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 from .direct import requires_grad
 
-__all__ = ["check_mode", "check_writable", "is_plain", "join_backward", "mark_written"]
+__all__ = ["check_mode", "check_writable", "is_plain", "join_backward", "mark_written", "writing"]
 
 # Of an iterable of tensors.  torch.autograd.graph.increment_version is the same, and takes twice the time.
 mark_written = torch._C._increment_version
@@ -67,6 +67,14 @@ def check_writable(name, *tensors):
     if forward_ad._current_level >= 0 and _has_tangent(tensors):
         raise RuntimeError(f"{name} has a tangent (torch.autograd.forward_ad), which would not fit what is "
                            f"written: pass detach() of it")
+
+
+def writing(tensors):
+    """Return a context in which tensors may be written in place, without gradients.
+
+    What was made in inference mode can be written only there.
+    """
+    return torch.inference_mode() if any(t.is_inference() for t in tensors) else torch.no_grad()
 
 
 class _Joined(torch.autograd.Function):

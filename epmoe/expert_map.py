@@ -4,6 +4,8 @@ import heapq
 
 import torch
 
+from .autograd import writing
+
 __all__ = ["ExpertMap", "balance_experts"]
 
 
@@ -204,8 +206,9 @@ class ExpertMap:
 
     def _copy_(self, other):
         """Take over a map of the same sizes, in place: captured CUDA graphs see it."""
-        for name, t in vars(self).items():
-            if isinstance(t, torch.Tensor):
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        with writing(tensors.values()):
+            for name, t in tensors.items():
                 t.copy_(getattr(other, name))
 
     def __repr__(self):

@@ -123,6 +123,24 @@ def refuse_layer(world, heap, error):
             _C.world_refuse(world._c, status_of(error))
 
 
+@contextlib.contextmanager
+def together(world):
+    """A block that all ranks finish, or none.  Collective.
+
+    The block makes no collective call.  Where it raises on one rank, the others raise PeerError at its end.
+    """
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the others are at the end of the block
+            if isinstance(world, Nodes):
+                world._refuse()
+            else:
+                _C.world_refuse(world._c, status_of(error))
+        raise
+    world.exchange(b"")
+
+
 class LayerParts(Shared):
     """The private half of EPAll2AllLayer."""
 

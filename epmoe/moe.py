@@ -174,7 +174,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         self.weight_dtype = weight_dtype
         self.num_experts = num_experts
         self.expert_map = None
-        self._use_map(ExpertMap.home(num_experts, layer.world_size, num_physical))
+        home = self._placed(ExpertMap.home(num_experts, layer.world_size, num_physical))
+        self._use_map(home, home.physical_to_logical_map.tolist())
         self.gradient_scale = 1.0
         self.last_layout = None
         self._checked_ddp = 0  # id of the DistributedDataParallel that was checked
@@ -275,8 +276,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         load_state_dict of all E experts know where they are.  Train and save before, or after
         set_expert_map(None).
 
-        The weights go through symmetric memory, which takes as much memory as the largest parameter during
-        the call.  The host waits until they have arrived.  Parameters and the map that forward uses are
+        The weights go through symmetric memory, which takes as much memory as the parameters during the call.
+        The host waits until they have arrived.  After an error the module has its old map and weights.  Parameters and the map that forward uses are
         written in place: CUDA graphs that were captured with a map, or where P is not E, use the new one.
 
         Args:

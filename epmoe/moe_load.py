@@ -10,9 +10,51 @@ import torch
 
 from . import moe_fp8
 from .activations import gpt_oss_numbers, is_gated
+from .autograd import writing
 from .shards import is_dtensor
 
 _KEY = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|weight_scale_inv|bias)")
+
+
+class Staged:
+    """A context in which an EPMoE has copies of its parameters and buffers, into which a state dict is loaded.
+
+    Only keep() brings what was loaded into the module.  So a wrong tensor, or a lack of memory, in the middle
+    changes nothing.
+    """
+
+    def __init__(self, moe):
+        self._stores = moe._parameters, moe._buffers
+
+    def __enter__(self):
+        self._own = [dict(store) for store in self._stores]
+        self._copies = [{name: self._copy(t) for name, t in own.items()} for own in self._own]
+        for store, copies in zip(self._stores, self._copies):
+            store.update(copies)
+        return self
+
+    def _copy(self, t):
+        if t is None:
+            return None
+        with torch.no_grad():
+            copy = t.detach().clone()
+        return torch.nn.Parameter(copy, t.requires_grad) if isinstance(t, torch.nn.Parameter) else copy
+
+    def keep(self):
+        """Write what was loaded in place, except tensors that were assigned (assign=True)."""
+        for store, own, copies in zip(self._stores, self._own, self._copies):
+            for name, copy in copies.items():
+                if copy is None:
+                    continue
+                if store[name] is not copy:
+                    own[name] = store[name]
+                    continue
+                with writing([own[name]]):
+                    own[name].copy_(copy)
+
+    def __exit__(self, *_):
+        for store, own in zip(self._stores, self._own):
+            store.update(own)
 
 
 def _parts(moe):

@@ -1,16 +1,17 @@
 """EPMoE.set_expert_map: the weights of a map's physical experts, from the ranks that have them."""
 
+import contextlib
 import hashlib
 
-import torch
-
-from . import _C
-from .device import status_of
+from .autograd import writing
 from .errors import EpMismatch
 from .expert_map import ExpertMap
 from .heap import SymmetricHeap
+from .layer_parts import together
 from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
 from .world import World
+
+_ALIGNMENT = 256  # of the weights in symmetric memory
 
 
 def _check(moe, expert_map):
@@ -55,23 +56,42 @@ def _sources(moe, holds):
     return sources
 
 
-def _move(moe, sources):
-    """Copy the weights of each physical expert of this rank from where they are.  Collective."""
+def _move(moe, sources, use_map):
+    """Copy the weights of each physical expert of this rank from where they are, and use the map.  Collective.
+
+    The old weights are in symmetric memory until all ranks have the new ones.  So after an error every rank
+    has its old weights back.
+    """
     layer, params = moe.layer, [as_bytes(p.detach()) for p in tensors(moe)]
     num = layer.num_local_experts
-    with SymmetricHeap(layer.world, max(p.numel() * p.element_size() for p in params), layer.device) as heap:
-        for p in params:
-            before = heap.malloc_symmetric(p.shape, p.dtype)
-            before.copy_(p)
-            heap.barrier()
-            for i, q in enumerate(sources):
-                if q < 0:
-                    p[i].zero_()
-                elif q != layer.rank * num + i:
-                    heap.get(p[i], before[q % num], q // num)
-            heap.barrier()
-            heap.synchronize()
-            heap.free(before)
+    num_bytes = sum(p.numel() * p.element_size() + _ALIGNMENT for p in params)
+    heap = SymmetricHeap(layer.world, num_bytes, layer.device)
+    try:
+        before = [heap.malloc_symmetric(p.shape, p.dtype, _ALIGNMENT) for p in params]
+        with together(layer.world):
+            for p, old in zip(params, before):
+                old.copy_(p)
+        heap.barrier()
+        try:
+            with together(layer.world), writing(params):
+                for p, old in zip(params, before):
+                    for i, q in enumerate(sources):
+                        if q < 0:
+                            p[i].zero_()
+                        elif q != layer.rank * num + i:
+                            heap.get(p[i], old[q % num], q // num)
+                heap.synchronize()  # nothing is read any more, and all errors are known
+        except BaseException:
+            with writing(params):
+                for p, old in zip(params, before):
+                    p.copy_(old)
+            raise
+        use_map()
+    except BaseException:
+        with contextlib.suppress(Exception):  # all ranks have failed
+            heap.close()
+        raise
+    heap.close()
 
 
 def set_expert_map(moe, expert_map):
@@ -80,13 +100,10 @@ def set_expert_map(moe, expert_map):
     if not isinstance(world, World):
         raise ValueError("set_expert_map moves weights through symmetric memory, which the ranks of one node "
                          "share, but this module spans several nodes")
-    try:
-        expert_map = _check(moe, expert_map)
+    with together(world):
+        expert_map = moe._placed(_check(moe, expert_map))
         holds = expert_map.physical_to_logical_map.tolist()
-    except Exception as error:
-        _C.world_refuse(world._c, status_of(error))
-        raise
-    moved = [(p.shape, p.dtype) for p in tensors(moe)]
+        moved = [(p.shape, p.dtype) for p in tensors(moe)]
     digests = world.exchange(hashlib.sha256(repr((moe._holds, holds, moved)).encode()).digest())
     for rank, its in enumerate(digests):
         if its != digests[0]:
@@ -94,5 +111,4 @@ def set_expert_map(moe, expert_map):
                              f"it to another module, or one with other parameters and buffers.  Add up the "
                              f"numbers of tokens of all ranks, and pass the same map on all")
     if holds != moe._holds:
-        _move(moe, _sources(moe, holds))
-    moe._use_map(expert_map)
+        _move(moe, _sources(moe, holds), lambda: moe._use_map(expert_map, holds))

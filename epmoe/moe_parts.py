@@ -81,21 +81,29 @@ class MoeParts(MoeTraining):
         super().__setstate__(state)
         self._register()
 
-    def _use_map(self, expert_map):
-        """Route by a map, whose experts the parameters hold now."""
+    def _placed(self, expert_map):
+        """Return a map on the layer's device.  Not of tensors that can be changed only in inference mode."""
+        with torch.inference_mode(False):
+            return expert_map.to(self.layer.device)
+
+    def _use_map(self, expert_map, holds):
+        """Route by a map on the layer's device, whose experts the parameters hold now.
+
+        holds: its physical_to_logical_map, as a list.
+        """
         layer = self.layer
         home = ExpertMap.home(self.num_experts, layer.world_size, layer.num_experts)
-        # what the host needs of the map: the logical experts of all physical ones, and of those of this rank
-        self._holds = expert_map.physical_to_logical_map.tolist()
-        first = layer.rank * layer.num_local_experts
-        self._held = self._holds[first:first + layer.num_local_experts]
-        self._is_home = self._holds == home.physical_to_logical_map.tolist()
-        if self._is_home and self.num_experts == layer.num_experts:
+        is_home = holds == home.physical_to_logical_map.tolist()
+        if is_home and self.num_experts == layer.num_experts:
             self.expert_map = None
         elif self.expert_map is None:
-            self.expert_map = expert_map.to(layer.device)
+            self.expert_map = expert_map
         else:
             self.expert_map._copy_(expert_map)
+        # what the host needs of the map: the logical experts of all physical ones, and of those of this rank
+        self._holds, self._is_home = holds, is_home
+        first = layer.rank * layer.num_local_experts
+        self._held = holds[first:first + layer.num_local_experts]
 
     def _check_gradients(self):
         if self._is_home or not torch.is_grad_enabled():
@@ -112,16 +120,21 @@ class MoeParts(MoeTraining):
             torch_hooks.install()
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        before = len(errors)
-        left, loaded = moe_load.load_experts(self, state_dict, prefix, missing, errors)
-        own = shards.own_entries(self, self, left, prefix, metadata, errors)
-        moe_load.quantized(self, own, prefix, left, errors)
-        own |= loaded
-        state_dict.update(own)  # in place, because the modules below load from it later
-        super()._load_from_state_dict(left | own if own else left, prefix, metadata, strict, missing,
-                                      unexpected, errors)
-        if len(errors) > before:
-            errors.append(shards.which_experts(self, prefix))
+        before = len(errors), len(missing), len(unexpected)
+        with moe_load.Staged(self) as staged:
+            left, loaded = moe_load.load_experts(self, state_dict, prefix, missing, errors)
+            own = shards.own_entries(self, self, left, prefix, metadata, errors)
+            moe_load.quantized(self, own, prefix, left, errors)
+            own |= loaded
+            state_dict.update(own)  # in place, because the modules below load from it later
+            super()._load_from_state_dict(left | own if own else left, prefix, metadata, strict, missing,
+                                          unexpected, errors)
+            after = len(errors), len(missing), len(unexpected)
+            is_right = after == before if strict else after[0] == before[0]
+            if is_right:
+                staged.keep()
+        if not is_right:  # an error for missing keys, too: nobody may forgive them now
+            errors.append(f"{shards.which_experts(self, prefix)}  Nothing of it was loaded.")
 
     def _refuse(self, error, path):
         """Report an error to the other ranks in the operation that they enter, and raise it.

@@ -229,3 +229,77 @@ def test_moe_map_compiles(ranks):
     for results in ranks.isolated(compiled, world_size=2):
         for fast, eager in results:
             assert torch.equal(fast, eager)
+
+
+def test_moe_map_of_a_module_made_in_inference_mode(ranks):
+    """Its tensors can be written only in inference mode, also where the map is set outside of it."""
+
+    def run(world, device):
+        with torch.inference_mode():
+            moe = make(world, device)
+        whole = checkpoint(4, E, torch.float32)
+        for expert_map in (*maps_of(moe), None):
+            moe.set_expert_map(expert_map)
+            check_weights(moe)
+        moe.load_state_dict(whole)
+        check_weights(moe, 4)
+        moe.finalize()
+
+    ranks(run)
+
+
+class FailingHeap(epmoe.SymmetricHeap):
+    """Raises in the fifth call of a method, on the last rank or on all."""
+
+    where = ()  # a method, whether on all ranks, and whether the rank leaves the world
+
+    def _call(self, name, *args):
+        method, on_all, leaves = self.where
+        if method == name and (on_all or self.world.rank == self.world.size - 1):
+            self.left = getattr(self, "left", 5 if name == "get" else 1) - 1
+            if self.left == 0:
+                if leaves:
+                    self.world._leave(False)
+                raise MemoryError("no memory")
+        return getattr(super(), name)(*args)
+
+    def get(self, *args):
+        return self._call("get", *args)
+
+    def malloc_symmetric(self, *args):
+        return self._call("malloc_symmetric", *args)
+
+    def synchronize(self):
+        return self._call("synchronize")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("where", [("get", False, False), ("synchronize", False, False), ("get", True, False),
+                                   ("malloc_symmetric", True, False), ("get", False, True)], ids=str)
+def test_moe_map_is_the_old_one_after_an_error(ranks, monkeypatch, where, size):
+    """An error of one rank in the middle is an error on all, and no rank keeps a part of the new weights."""
+    monkeypatch.setattr(epmoe.moe_map, "SymmetricHeap", FailingHeap)
+
+    def run(world, device):
+        moe, got = make(world, device).requires_grad_(False), []
+        maps = [epmoe.balance_experts(torch.arange(E).roll(n), world.size, moe.layer.num_experts) for n in (0, 3)]
+        FailingHeap.where = (None, False, False)
+        moe.set_expert_map(maps[0])
+        before = [p.clone() for p in moe.parameters()], list(moe._holds)
+        world.exchange(b"begin")
+        FailingHeap.where = where
+        got.append(outcome(lambda: moe.set_expert_map(maps[1])))
+        is_old = all(map(torch.equal, before[0], moe.parameters())) and before[1] == moe._holds
+        if not where[2]:
+            world.exchange(b"done")
+            FailingHeap.where = (None, False, False)
+            check_weights(moe)
+            moe.set_expert_map(maps[1])
+            check_weights(moe)
+            moe.finalize()
+        return got[0], is_old
+
+    results = ranks(run, world_size=size, at_least=2)
+    others = "MemoryError" if where[1] else "PeerDied" if where[2] else "PeerError"
+    check_outcomes([got for got, _ in results], [others] * (len(results) - 1) + ["MemoryError"], within_s=20)
+    assert all(is_old for _, is_old in results)
