@@ -95,9 +95,9 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
                  token_sorting=True, block_wise_barrier=True, combine_order="fuse_scatter", fused=None,
                  **options):
         self.fused = fused
-        self.token_saving = bool(token_saving)
-        self.token_sorting = bool(token_sorting)
-        self.block_wise_barrier = bool(block_wise_barrier)
+        self.token_saving = token_saving  # _check_options, whose errors reach all ranks, makes a bool of each
+        self.token_sorting = token_sorting
+        self.block_wise_barrier = block_wise_barrier
         self.combine_order = combine_order
         self._requested_sms = num_sm, num_tail_sms, num_reduce_sms
         super().__init__(ep_group, max_tokens, hidden, topk, rank, num_tot_experts, local_world_size,

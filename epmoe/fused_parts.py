@@ -40,6 +40,9 @@ class FusedParts:
     """The private half of EpAll2AllFusedOp."""
 
     def _check_options(self):
+        self.fused = None if self.fused is None else bool(self.fused)
+        for name in ("token_saving", "token_sorting", "block_wise_barrier"):
+            setattr(self, name, bool(getattr(self, name)))
         if self.combine_order not in ("fuse_scatter", "serial"):
             raise ValueError(f"combine_order {self.combine_order!r}: must be fuse_scatter or serial")
         if self.expert_alignment > 1 or self.expert_capacity is not None:

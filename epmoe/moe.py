@@ -1,5 +1,6 @@
 """EPMoE: the experts of a Mixture-of-Experts layer, spread over the ranks; a drop-in for a model's own."""
 
+import contextlib
 import functools
 import inspect
 
@@ -13,7 +14,7 @@ from .autograd import join_backward
 from .expert_map import ExpertMap, check_num_physical
 from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
-from .layer_parts import refuse_layer, world_of
+from .layer_parts import refuse_layer, together, world_of
 from .moe_arguments import agree, check, check_shared, flatten, unflatten
 from .moe_parts import MoeParts
 from .moe_training import GRADIENT_OPTIONS
@@ -133,7 +134,7 @@ class EPMoE(MoeParts, Chunks, nn.Module):
                  **options):
         super().__init__()
         num_physical, weight_dtype, num_chunks = (options.pop(n, None) for n in _OWN_OPTIONS)
-        self._init_gradients(**{name: options.pop(name) for name in GRADIENT_OPTIONS if name in options})
+        gradients = {name: options.pop(name) for name in GRADIENT_OPTIONS if name in options}
         if layer is not None and options:
             raise TypeError(f"{', '.join(options)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
@@ -144,7 +145,9 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         try:
             if unknown := sorted(options.keys() - _LAYER_OPTIONS):
                 raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")
+            self._init_gradients(**gradients)
             self._init_chunks(num_chunks, world, options)
+            bias = bool(bias)
             halves = 1 + is_gated(activation)  # raises for an unknown activation
             inner = int(inner)
             if inner < 1:
@@ -159,34 +162,45 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             if world is not None:
                 refuse_layer(world, heap, error)
             raise
-        if layer is None:
-            options = self._with_room(world, options, (max_tokens, hidden, inner, num_physical, topk))
-            layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_physical,
-                                     dtype=dtype, device=device, **options)
-            agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}, num_experts "
-                         f"{num_experts}, weight_dtype {weight_dtype}, num_chunks {num_chunks}")
-        else:
-            check_shared(layer, hidden, topk, num_physical, dtype)
-            self._check_room(layer)
-        self.layer = layer
-        layer.is_of_module = True
         self.activation = activation
         self.weight_dtype = weight_dtype
         self.num_experts = num_experts
+        sizes = halves * inner, inner
+        if layer is not None:
+            check_shared(layer, hidden, topk, num_physical, dtype)
+            self._check_room(layer)
+            self._make(layer, *sizes, bias)
+        else:
+            options = self._with_room(world, options, (max_tokens, hidden, inner, num_physical, topk))
+            layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_physical,
+                                     dtype=dtype, device=device, **options)
+            try:
+                with together(layer.world):
+                    self._make(layer, *sizes, bias)
+                agree(layer.world, f"inner {inner}, activation {activation!r}, bias {bias}, num_experts "
+                                   f"{num_experts}, weight_dtype {weight_dtype}, num_chunks {num_chunks}")
+            except Exception:
+                with contextlib.suppress(Exception):  # all ranks fail here, so all close the layer
+                    layer.finalize()
+                raise
+        self._register()
+
+    def _make(self, layer, wide, inner, bias):
+        """Make what a module has beside its layer.  wide: the rows of gate_up_proj of an expert."""
+        self.layer = layer
+        layer.is_of_module = True
         self.expert_map = None
-        home = self._placed(ExpertMap.home(num_experts, layer.world_size, num_physical))
+        home = self._placed(ExpertMap.home(self.num_experts, layer.world_size, layer.num_experts))
         self._use_map(home, home.physical_to_logical_map.tolist())
         self.gradient_scale = 1.0
         self.last_layout = None
         self._checked_ddp = 0  # id of the DistributedDataParallel that was checked
-        local = layer.num_local_experts
-        wide = halves * inner
+        local, hidden = layer.num_local_experts, layer.hidden
         shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
         bias_shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
         self._make_parameters(shapes, bias_shapes, bias)
         self.reset_parameters()
         self.register_state_dict_post_hook(save_own)
-        self._register()
 
     def reset_parameters(self):
         """Fill each parameter with uniform numbers in +-1/sqrt(fan-in).  Not collective.
@@ -225,7 +239,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
 
         Raises:
             ValueError: On this rank, for experts that EPMoE cannot compute, and as EPMoE.
-            EpError: As the creation of an EPMoE.
+            EpError: As the creation of an EPMoE.  With `layer`, too, an error of one rank is PeerError on the
+                others.
 
         Examples:
             With a model: epmoe.EPMoE.from_experts(model.model.layers[0].mlp.experts, max_tokens=4096).
@@ -443,4 +458,5 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         """
         if self.layer.low_latency is not None:
             self.layer.low_latency.finalize()
+            self.layer.low_latency = None  # if the layer cannot be closed, the module works without the path
         self.layer.finalize()

@@ -10,15 +10,14 @@ from .errors import EpMismatch
 _DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 
 
-def agree(layer, mine):
+def agree(world, mine):
     """Raise EpMismatch on all ranks if they have different experts.  Collective.
 
     The layer does not know these arguments.  Without this check different experts would give wrong sums.
     """
-    descriptions = layer.world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
+    descriptions = world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
     for rank, its in enumerate(descriptions):
         if its != descriptions[0]:
-            layer.finalize()
             its, first = (d.decode(errors="replace").rstrip() for d in (its, descriptions[0]))
             raise EpMismatch(f"ranks disagree: rank {rank} has experts of {its}, rank 0 of "
                              f"{first}. Create the module with the same arguments on all ranks.")

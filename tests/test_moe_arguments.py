@@ -1,5 +1,7 @@
 """The sizes that EPMoE accepts. Errors of EPMoE.forward name the argument as the caller does."""
 
+import threading
+
 import pytest
 import torch
 
@@ -59,3 +61,45 @@ def test_moe_inner_size_must_be_positive(activation):
         want = reference.moe(x, idx, weight, moe.gate_up_proj, moe.down_proj, activation)
     assert want.any() and torch.allclose(y, want, rtol=1e-4, atol=1e-5)
     moe.finalize()
+
+
+TWO = torch.ones(2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("options", [{name: TWO} for name in (
+    "hidden", "inner", "num_experts", "topk", "max_tokens", "bias", "capacity", "num_physical", "num_chunks",
+    "delay_wgrad_compute", "fuse_wgrad_accumulation", "token_saving", "token_sorting", "block_wise_barrier",
+    "enable_local_combine", "fused", "num_sm", "num_buffers", "reserve_sms", "rail_capacity", "activation")]
+    + [{"no memory": torch.empty}, {"no memory": torch.randint}, {"delay_wgrad_compute": True,
+                                                                  "weight_dtype": torch.float8_e4m3fn}],
+    ids=lambda options: " ".join(options) + str(getattr(options.get("no memory"), "__name__", "")))
+def test_moe_is_made_by_all_ranks_or_by_none(monkeypatch, options, size):
+    """What one rank cannot make is an error on all, and the next module works."""
+    fails = options.get("no memory")
+    real, bad = fails, threading.local()
+    if fails:
+        def make(*args, **kwargs):
+            if getattr(bad, "on", False) and (fails is not torch.empty or kwargs.get("dtype") is torch.float32):
+                raise torch.OutOfMemoryError("no memory")
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(torch, fails.__name__, make)
+
+    def main(world):
+        sizes = {"hidden": 16, "inner": 32, "num_experts": 2 * size, "topk": 2, "max_tokens": 8,
+                 "dtype": torch.float32, "device": "cpu"}
+        bad.on = world.rank == 1
+        mine = sizes | (options if world.rank == 1 and not fails else {})
+        got = outcome(lambda: epmoe.EPMoE(ep_group=world, **mine))
+        bad.on = False
+        with torch.no_grad():
+            moe = epmoe.EPMoE(ep_group=world, **sizes)
+            y = moe(torch.ones(3, 16), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+        moe.finalize()
+        return got, bool(y.isfinite().all())
+
+    results = run_threads(main, size, timeout_s=30.0)
+    for rank, (got, is_right) in enumerate(results):
+        assert is_right and (got.kind == "PeerError") == (rank != 1) and got.kinds, (rank, str(got))
+        assert "rank 1" in got.text or rank == 1, got

@@ -78,7 +78,7 @@ def spread_experts(model, ep_group=None, **options):
         **options: Options of EPMoE.from_experts: max_tokens, device, capacity and others.
 
     Returns:
-        The model.
+        The model.  Until all modules are made, it keeps its own experts, also after an error.
 
     Raises:
         ValueError: On this rank, where there are no experts, for an activation that EPMoE does not have, and
@@ -95,16 +95,23 @@ def spread_experts(model, ep_group=None, **options):
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that transformers lets another "
                          f"implementation compute")
-    layers = {}
-    for path, experts in found:
-        is_transposed = getattr(experts, "is_transposed", False)
-        shape = tuple(experts.down_proj.shape), experts.down_proj.dtype, is_transposed
-        shared = options
-        if shape in layers:
-            of_module = options.keys() & {"num_physical", "weight_dtype"}
-            shared = {"layer": layers[shape]} | {n: options[n] for n in of_module}
-        moe = EPMoE.from_experts(experts, ep_group, **shared)
-        layers[shape] = moe.layer
+    layers, made = {}, {}
+    try:
+        for path, experts in found:
+            is_transposed = getattr(experts, "is_transposed", False)
+            shape = tuple(experts.down_proj.shape), experts.down_proj.dtype, is_transposed
+            shared = options
+            if shape in layers:
+                of_module = options.keys() & {"num_physical", "weight_dtype"}
+                shared = {"layer": layers[shape]} | {n: options[n] for n in of_module}
+            made[path] = EPMoE.from_experts(experts, ep_group, **shared)
+            layers[shape] = made[path].layer
+    except Exception:
+        with contextlib.suppress(Exception):  # all ranks fail here, so all close the layers
+            for layer in layers.values() if options.get("layer") is None else ():
+                layer.finalize()
+        raise
+    for path, moe in made.items():
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, moe)
     return model

@@ -5,6 +5,7 @@ whether it has a gate, biases, transposed weights and a norm after each expert. 
 transformers.
 """
 
+import contextlib
 import threading
 
 import torch
@@ -14,7 +15,7 @@ from ..activations import GptOss, SwiGLU, activate
 from ..autograd import join_backward
 from ..fused import EpAll2AllFusedOp, fuses
 from ..gemm import grouped_gemm
-from ..layer_parts import refuse_layer, world_of
+from ..layer_parts import refuse_layer, together, world_of
 from ..world import thread_worlds
 
 # The names of K in configurations.
@@ -290,25 +291,42 @@ def _sizes_of(experts, topk):
                          f"ep_implementation=\"epmoe\"")
     if experts.down_proj.is_meta:
         raise ValueError(f"{name}: the parameters are on the meta device: load them first")
+    return _parameters_of(experts), _topk_of(experts.config) if topk is None else topk
+
+
+def _parameters_of(experts):
+    """Return {name of EPMoE's parameter: that of all experts}."""
     if is_fp8(experts):
-        whole = _fp8_parameters(experts)
-    else:
-        (up, up_bias), (down, down_bias) = up_and_down(experts)
-        whole = {"gate_up_proj": up, "down_proj": down, "gate_up_proj_bias": up_bias,
-                 "down_proj_bias": down_bias}
-    topk = _topk_of(experts.config) if topk is None else topk
-    return {n: t for n, t in whole.items() if t is not None}, topk
+        return _fp8_parameters(experts)
+    (up, up_bias), (down, down_bias) = up_and_down(experts)
+    whole = {"gate_up_proj": up, "down_proj": down, "gate_up_proj_bias": up_bias, "down_proj_bias": down_bias}
+    return {n: t for n, t in whole.items() if t is not None}
 
 
 def from_experts(cls, experts, ep_group, topk, options):
     """EPMoE.from_experts, for a class of its own."""
+    if options.get("layer") is not None:
+        with together(options["layer"].world):
+            moe = _made(cls, experts, ep_group, *_sizes_of(experts, topk), options)
+            return _loaded(moe, experts)
     try:
         whole, topk = _sizes_of(experts, topk)
     except Exception as error:
-        if "layer" not in options:
-            heap = options.get("heap")
-            refuse_layer(world_of(ep_group, heap, options.get("timeout_s")), heap, error)
+        heap = options.get("heap")
+        refuse_layer(world_of(ep_group, heap, options.get("timeout_s")), heap, error)
         raise
+    moe = _made(cls, experts, ep_group, whole, topk, options)
+    try:
+        with together(moe.layer.world):
+            return _loaded(moe, experts)
+    except Exception:
+        with contextlib.suppress(Exception):  # all ranks fail here, so all close the layer
+            moe.finalize()
+        raise
+
+
+def _made(cls, experts, ep_group, whole, topk, options):
+    """Return an EPMoE for the parameters {name: all experts}, without their numbers."""
     up = whole["gate_up_proj"]
     num_experts, hidden, inner = whole["down_proj"].shape
     if "layer" not in options:
@@ -317,9 +335,14 @@ def from_experts(cls, experts, ep_group, topk, options):
     if is_fp8(experts):
         dtype = getattr(experts.config, "dtype", None) or torch.bfloat16
         options = {"weight_dtype": torch.float8_e4m3fn} | options
-    moe = cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), dtype=dtype,
-              bias="down_proj_bias" in whole, **options)
+    return cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), dtype=dtype,
+               bias="down_proj_bias" in whole, **options)
+
+
+def _loaded(moe, experts):
+    """Copy the experts of this rank, and return the module."""
+    whole = _parameters_of(experts)
     moe.load_state_dict(whole)
     if not moe.is_fp8:
-        moe.requires_grad_(up.requires_grad)
+        moe.requires_grad_(whole["gate_up_proj"].requires_grad)
     return moe.train(experts.training)
