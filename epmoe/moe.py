@@ -364,9 +364,10 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         """Apply the experts to tokens.  Collective, also for a rank without tokens.
 
         Differentiable in x, topk_weights and the parameters: once in bfloat16 and float16, any number of
-        times in float32.  Each of them must require a gradient on all
-        ranks or on none, also where a rank has no tokens: else the ranks' backward passes would make
-        different calls, and EpMismatch is raised.
+        times in float32.  The parameters must require gradients on all ranks or on none: else the ranks'
+        backward passes would make different calls, and EpMismatch is raised.  Where they require none, that
+        is so for x and topk_weights together, also where a rank has no tokens.  Where they do, x and
+        topk_weights may differ between the ranks.
 
         Args:
             x: [.., H] of the layer's dtype; under autocast of any floating-point dtype.

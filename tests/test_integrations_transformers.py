@@ -16,6 +16,8 @@ import epmoe.integrations.transformers as integration
 from cases import process_ranks
 from epmoe import reference
 from epmoe.integrations import transformers_experts as parts
+from epmoe.testing import run_threads
+from outcomes import outcome
 from pace import HANG_S
 from transformers_cases import FAMILIES, check_equal, experts_of, make, run, tokens
 
@@ -334,6 +336,36 @@ def test_integrations_transformers_spread_experts_refuses(monkeypatch, family, t
     monkeypatch.setitem(FAMILIES, "llama", (dict(intermediate_size=48), None))
     with pytest.raises(ValueError, match=text):
         integration.spread_experts(make(family), device="cpu")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("failing", [1, 2])
+def test_integrations_transformers_spread_experts_is_done_or_not(monkeypatch, failing, num_ranks):
+    """One rank has no memory for the first or second module: all ranks keep their models as they were."""
+    models, left, load = [make("qwen3_moe") for _ in range(num_ranks)], threading.local(), epmoe.EPMoE.load_state_dict
+
+    def loads(moe, *args, **kwargs):
+        left.number = getattr(left, "number", 0) - 1
+        if left.number == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return load(moe, *args, **kwargs)
+
+    monkeypatch.setattr(epmoe.EPMoE, "load_state_dict", loads)
+
+    def main(world):
+        model = models[world.rank]
+        names = [type(m) for m in model.modules()]
+        left.number = failing if world.rank == 1 else 0
+        got = outcome(lambda: integration.spread_experts(model, world, max_tokens=16, device="cpu"))
+        same = names == [type(m) for m in model.modules()]
+        left.number = 0
+        made = [m for m in integration.spread_experts(model, world, max_tokens=16, device="cpu").modules()
+                if isinstance(m, epmoe.EPMoE)]
+        made[0].layer.finalize()
+        return got.kind, same, len(made)
+
+    for rank, (kind, same, num) in enumerate(run_threads(main, num_ranks, timeout_s=HANG_S)):
+        assert kind == ("OutOfMemoryError" if rank == 1 else "PeerError") and same and num > 1
 
 
 def _from_experts(rank, world_size):
