@@ -292,8 +292,9 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         set_expert_map(None).
 
         The weights go through symmetric memory, which takes as much memory as the parameters during the call.
-        The host waits until they have arrived.  After an error the module has its old map and weights.  Parameters and the map that forward uses are
-        written in place: CUDA graphs that were captured with a map, or where P is not E, use the new one.
+        The host waits until they have arrived.  After an error the module has its old map and weights.
+        Parameters and the map that forward uses are written in place: CUDA graphs that were captured with a
+        map, or where P is not E, use the new one.
 
         Args:
             expert_map: An ExpertMap of E logical and P physical experts, for example of balance_experts, the
@@ -376,9 +377,10 @@ class EPMoE(MoeParts, Chunks, nn.Module):
                 The three have equally many tokens, at most max_tokens.  They need not be contiguous.
             decode: True: take the low-latency path (enable_decode).  False: do not.  None: take it where the
                 shape of the module decides so, under torch.no_grad() or in inference mode; with weights in
-                FP8 always.  The same on all ranks.  The results have the same bits, with or without it, except where the fused kernels are used, and
-                on the CPU also where a token chooses an expert twice: it then has one row there, not two,
-                and torch.mm does not give the same bits for every number of rows.
+                FP8 always.  The same on all ranks.  The results have the same bits, with or without it,
+                except where the fused kernels are used, and on the CPU also where a token chooses an expert
+                twice: it then has one row there, not two, and torch.mm does not give the same bits for every
+                number of rows.
 
         Returns:
             [.., H] of the layer's dtype: the weighted sum of the experts' outputs of each token.

@@ -17,7 +17,7 @@ _KEY = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|weight_scale_i
 
 
 class Staged:
-    """A context in which an EPMoE has copies of its parameters and buffers, into which a state dict is loaded.
+    """A context in which an EPMoE has copies of its parameters and buffers, to load a state dict into them.
 
     Only keep() brings what was loaded into the module.  So a wrong tensor, or a lack of memory, in the middle
     changes nothing.

@@ -57,7 +57,7 @@ def _sources(moe, holds):
 
 
 def _move(moe, sources, use_map):
-    """Copy the weights of each physical expert of this rank from where they are, and use the map.  Collective.
+    """Copy the weights of this rank's physical experts from where they are, and use the map.  Collective.
 
     The old weights are in symmetric memory until all ranks have the new ones.  So after an error every rank
     has its old weights back.

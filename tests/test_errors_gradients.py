@@ -130,7 +130,8 @@ def module_of(world, device, dtype, **options):
 
 def inputs_of_module(world, device, dtype, num_tokens=8):
     g = generator(3, world.rank)
-    x, weight = torch.randn(num_tokens, 16, generator=g).to(device, dtype), torch.rand(num_tokens, 2, generator=g)
+    x = torch.randn(num_tokens, 16, generator=g).to(device, dtype)
+    weight = torch.rand(num_tokens, 2, generator=g)
     return x, torch.randint(0, 2 * world.size, (num_tokens, 2), generator=g).to(device), weight.to(device)
 
 
@@ -145,15 +146,17 @@ def test_gradients_of_tokens_that_only_some_ranks_want(ranks, leaf, dtype, size)
 
     def run(world, device):
         moe, grads = module_of(world, device, dtype), []
-        for wants in (True, leaf == "no tokens" and world.rank != BAD or leaf != "no tokens" and world.rank == 0):
-            x, idx, weight = inputs_of_module(world, device, dtype, 0 if leaf == "no tokens" and world.rank == BAD
-                                              else 8)
+        wants_alone = world.rank != BAD if leaf == "no tokens" else world.rank == 0
+        num_tokens = 0 if leaf == "no tokens" and world.rank == BAD else 8
+        for wants in (True, wants_alone):
+            x, idx, weight = inputs_of_module(world, device, dtype, num_tokens)
             mine = weight if leaf == "weight" else x
             mine.requires_grad_(wants)
             moe.zero_grad()
             moe(x, idx, weight).float().square().sum().backward()
             moe.layer.synchronize()
-            grads.append([p.grad.clone() for p in moe.parameters()] + ([mine.grad] if mine.requires_grad else []))
+            grads.append([p.grad.clone() for p in moe.parameters()])
+            grads[-1] += [mine.grad] if mine.requires_grad else []
         moe.finalize()
         return all(torch.equal(a, b) for a, b in zip(*grads))
 
@@ -167,7 +170,8 @@ def test_errors_gradients_that_only_one_rank_wants(ranks, leaf, dtype, size):
     """The ranks without a gradient make no backward.  It is the same in a layer that decodes by itself."""
 
     def run(world, device):
-        moe, results = module_of(world, device, dtype).requires_grad_(leaf == "parameter" and world.rank != BAD), []
+        moe, results = module_of(world, device, dtype), []
+        moe.requires_grad_(leaf == "parameter" and world.rank != BAD)
         x, idx, weight = inputs_of_module(world, device, dtype)
         if leaf != "parameter":
             (x if leaf == "input" else weight).requires_grad_(world.rank != BAD)

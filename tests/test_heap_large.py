@@ -16,7 +16,8 @@ MAX_I32 = 2**31
 def config(**changes):
     fields = Config(ranks=8, num_experts=256, topk=8, max_tokens=32768, hidden=7168, dtype=_C.BF16,
                     combine_mode=_C.COMBINE_SCATTER, expert_alignment=1, expert_capacity=0,
-                    capacity=8 * 32768 * 8, num_buffers=1, num_sm=1, reserve_sms=0, host_counts=0, spare_buffers=0)
+                    capacity=8 * 32768 * 8, num_buffers=1, num_sm=1, reserve_sms=0, host_counts=0,
+                    spare_buffers=0)
     return fields._replace(**changes)
 
 

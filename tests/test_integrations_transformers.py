@@ -342,7 +342,8 @@ def test_integrations_transformers_spread_experts_refuses(monkeypatch, family, t
 @pytest.mark.parametrize("failing", [1, 2])
 def test_integrations_transformers_spread_experts_is_done_or_not(monkeypatch, failing, num_ranks):
     """One rank has no memory for the first or second module: all ranks keep their models as they were."""
-    models, left, load = [make("qwen3_moe") for _ in range(num_ranks)], threading.local(), epmoe.EPMoE.load_state_dict
+    models, left = [make("qwen3_moe") for _ in range(num_ranks)], threading.local()
+    load = epmoe.EPMoE.load_state_dict
 
     def loads(moe, *args, **kwargs):
         left.number = getattr(left, "number", 0) - 1

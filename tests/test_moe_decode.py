@@ -166,10 +166,10 @@ def test_moe_decode_leaves_buffers_to_others(ranks, size):
         fill = [epmoe.EPAll2AllLayer(world, 1, 16, 1, num_tot_experts=size, num_buffers=16, device=device)
                 for _ in range(12)]  # with their heaps 204 buffers
         moes = [epmoe.EPMoE(**small, num_physical=4 * size) for _ in range(13)]  # 230
-        args = torch.randn(3, 16, device=device), torch.tensor([[0], [1], [2]], device=device), torch.ones(3, 1)
+        args = [t.to(device) for t in (torch.randn(3, 16), torch.tensor([[0], [1], [2]]), torch.ones(3, 1))]
         with torch.no_grad():
             for moe in moes:
-                moe(args[0], args[1], args[2].to(device))
+                moe(*args)
             paths = sum(moe.layer.low_latency is not None for moe in moes)
             moes[0].set_expert_map(epmoe.balance_experts([9] * 2 * size, size, 4 * size))
             moes.append(epmoe.EPMoE(**small))
@@ -189,7 +189,8 @@ def test_moe_decode_begins_beside_another_call(ranks, size, other):
 
     def run(world, device):
         moe = make(world, device)
-        calls = {"exchange": lambda: world.exchange(b"mine"), "heap": lambda: epmoe.SymmetricHeap(world, 64, device),
+        calls = {"exchange": lambda: world.exchange(b"mine"),
+                 "heap": lambda: epmoe.SymmetricHeap(world, 64, device),
                  "layer": lambda: epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=size, device=device)}
         with torch.no_grad():
             args = inputs(moe, 3, num_tokens=4)

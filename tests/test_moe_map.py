@@ -282,7 +282,8 @@ def test_moe_map_is_the_old_one_after_an_error(ranks, monkeypatch, where, size):
 
     def run(world, device):
         moe, got = make(world, device).requires_grad_(False), []
-        maps = [epmoe.balance_experts(torch.arange(E).roll(n), world.size, moe.layer.num_experts) for n in (0, 3)]
+        maps = [epmoe.balance_experts(torch.arange(E).roll(n), world.size, moe.layer.num_experts)
+                for n in (0, 3)]
         FailingHeap.where = (None, False, False)
         moe.set_expert_map(maps[0])
         before = [p.clone() for p in moe.parameters()], list(moe._holds)

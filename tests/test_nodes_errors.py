@@ -230,7 +230,8 @@ def tokens_that_one_rank_wants(nodes, dtype, num_chunks):
     """Whether the gradients are those of a step in which all ranks want them, and the outcome without
     gradients of the parameters."""
     torch.manual_seed(1)
-    moe, grads = epmoe.EPMoE(16, 32, 8, 2, nodes, max_tokens=6, dtype=dtype, device="cpu", num_chunks=num_chunks), []
+    moe = epmoe.EPMoE(16, 32, 8, 2, nodes, max_tokens=6, dtype=dtype, device="cpu", num_chunks=num_chunks)
+    grads = []
     g = generator(nodes.rank)
     x, weight = torch.randn(6, 16, generator=g).to(dtype), torch.rand(6, 2, generator=g)
     idx = torch.randint(8, (6, 2), generator=g)
