@@ -81,8 +81,8 @@ def check_path(path, decode, *tensors):
 def run(moe, a2a, x, topk_idx, topk_weights):
     """Dispatch, the experts of moe, and combine through a2a."""
     rows, scales, _, handle = a2a.dispatch(x, topk_idx, topk_weights, fp8=moe.is_fp8, layout="compact")
-    offsets = handle.expert_offsets
     try:
+        offsets = handle.expert_offsets
         if moe.is_fp8:
             y = moe_fp8.compute(moe, rows, scales, offsets)
         else:

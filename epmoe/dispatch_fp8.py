@@ -7,14 +7,17 @@ from .direct import implement, is_watched, requires_grad
 from .fp8 import quantize_fp8
 from .gemm import FP8_BLOCK, aligned
 from .layer_parts import cast
+from .refusals import reported_after_plan, reporting
 
 ops.lib.define("dispatch_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tensor plan, str layer, int buffer, "
                "SymInt num_rows, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 def _run(x, x_scale, weight, plan, layer, buffer, num_rows, after=None):
-    rows, scales, row_weight, recv = ops.layer_of(layer)._dispatch_fp8(aligned(x), x_scale, aligned(weight),
-                                                                       plan, buffer, num_rows)
+    layer = ops.layer_of(layer)
+    with reporting(layer, _C.OP_DISPATCH_FP8, buffer, plan, num_rows < 0):
+        rows, scales, row_weight, recv = layer._dispatch_fp8(aligned(x), x_scale, aligned(weight), plan,
+                                                             buffer, num_rows)
     return rows, scales, ops.absent(x_scale) if row_weight is None else row_weight, recv
 
 
@@ -93,12 +96,13 @@ class Fp8Dispatch:
             self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
         layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
                                                  buffer)
-        try:
-            x, x_scale = quantize_fp8(input.contiguous())
-            if self._copies > 1:
-                x, x_scale = x.repeat_interleave(self._copies, 0), x_scale.repeat_interleave(self._copies, 0)
-        except Exception as error:
-            self._refuse_dispatch(op, error, layout)
+        return self._dispatch_fp8_planned(layout, input, weight, num_rows)
+
+    @reported_after_plan(_C.OP_DISPATCH_FP8)
+    def _dispatch_fp8_planned(self, layout, input, weight, num_rows):
+        x, x_scale = quantize_fp8(input.contiguous())
+        if self._copies > 1:
+            x, x_scale = x.repeat_interleave(self._copies, 0), x_scale.repeat_interleave(self._copies, 0)
         if is_watched():
             rows, scales, row_weight, recv = torch.ops.epmoe.dispatch_fp8(
                 x, x_scale, weight, layout.plan, self.id, layout.buffer, num_rows)
@@ -134,6 +138,6 @@ class Fp8Dispatch:
         def launch(outputs, others, awaits_rows):
             _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others, awaits_rows))
 
-        call = _C.OP_DISPATCH_FP8, plan, buffer, x.shape[0]
+        call = plan, buffer, x.shape[0]
         (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch)
         return rows.view(torch.float8_e4m3fn), row_scale, row_weight, recv

@@ -18,7 +18,8 @@ from .direct import implement, requires_grad
 from .fused import EpAll2AllFusedOp
 from .fused_ops import expert_offsets
 from .gemm import DGRAD, FORWARD, GATED, SWIGLU, WGRAD, activation_of, aligned, as_kernel
-from .ops import layer_of, lib, register_fake, reporting, row_dots, rows_to_trace, saved_tensors
+from .ops import layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
+from .refusals import reported_after_plan, reporting
 from .weight_gradients import gradient_of, sink_of
 
 lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
@@ -56,10 +57,16 @@ def run(layer, tokens, topk_idx, topk_weights, parameters, activation):
     parameters: gate_up [L, N, H], its bias or None, down [L, H, I], its bias or None.
     """
     layout, weight, num_rows = layer._prepare(_C.OP_PLAN, tokens, topk_idx, topk_weights, None, None, 0)
-    y, rows, _, _, recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
-                                                  layout.buffer, num_rows, *as_kernel(activation))
+    y, rows, recv = _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation)
     layer._set_dispatched(layout, rows, recv)
     return y, layout
+
+
+@reported_after_plan(_C.OP_DISPATCH)
+def _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation):
+    y, rows, _, _, recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
+                                                  layout.buffer, num_rows, *as_kernel(activation))
+    return y, rows, recv
 
 
 def _is_fused(layer, weight, columns):
@@ -87,23 +94,6 @@ def _bias_of(layer, bias):
     return None if bias is None else aligned(bias.to(layer.dtype).contiguous())
 
 
-@contextlib.contextmanager
-def _reporting_after_plan(layer, op, buffer, plan, num_rows):
-    """As reporting, between a plan and its dispatch.
-
-    If the plan has failed too, its error is raised: then no rank dispatches.  num_rows: -1 if only the plan
-    has it.
-    """
-    try:
-        yield
-    except Exception as error:
-        if type(plan) is not torch.Tensor:  # a tracer runs this: the other ranks wait for nothing
-            raise
-        if num_rows < 0:
-            layer._num_rows(plan, buffer)
-        layer._refuse(op, error, buffer)
-
-
 def _check_parameters(layer, gate_up, gate_up_bias, down, down_bias, activation):
     """Check the parameters.  activation: as as_kernel returns it."""
     layer._check_product(gate_up, None, layer.hidden, gate_up_bias, activation_of(*activation))
@@ -115,45 +105,45 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
     """last: activation, alpha, limit, after."""
     layer = layer_of(layer)
     gemm = torch.ops.epmoe.grouped_gemm
-    offsets = expert_offsets(layer, plan)
     columns = gate_up.shape[1]
     fused = _is_fused(layer, gate_up, columns)
-    with _reporting_after_plan(layer, _dispatches(layer, gate_up, columns), buffer, plan, num_rows):
+    with reporting(layer, _dispatches(layer, gate_up, columns), buffer, plan, num_rows < 0) as entered:
+        offsets = expert_offsets(layer, plan)
         _check_parameters(layer, gate_up, gate_up_bias, down, down_bias, last[:3])
         gate_up_bias, down_bias = _bias_of(layer, gate_up_bias), _bias_of(layer, down_bias)
         x, weight = aligned(x), aligned(weight)
-    next_op = _combines(layer, down, columns)
-    a = None
-    if fused and last[0] == SWIGLU:
-        a, h, rows, row_weight, recv = layer._dispatch_swiglu(x, weight, plan, gate_up, gate_up_bias, buffer,
-                                                              num_rows)
-    elif fused:
-        h, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gate_up, gate_up_bias, buffer,
-                                                         num_rows, 0, with_grad=True)
-    else:
-        rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows, True, gate_up.data_ptr())
-        with reporting(layer, next_op, buffer, plan):
+        a = None
+        if fused and last[0] == SWIGLU:
+            a, h, rows, row_weight, recv = layer._dispatch_swiglu(x, weight, plan, gate_up, gate_up_bias,
+                                                                  buffer, num_rows)
+        elif fused:
+            h, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gate_up, gate_up_bias, buffer,
+                                                             num_rows, 0, with_grad=True)
+        else:
+            rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows, True,
+                                                     gate_up.data_ptr())
+        entered.op, entered.awaits_plan = _combines(layer, down, columns), False
+        if not fused:
             h = gemm(rows, gate_up, offsets, gate_up_bias, None, FORWARD, 0, False)
-    with reporting(layer, next_op, buffer, plan):
         a = run_activation(h, offsets, *last[:3]) if a is None else a
-    if _is_fused(layer, down, columns):
-        y = layer._gemm_combine(a, down, down_bias, row_weight, plan, recv, buffer, len(x), True)[0]
-    else:
-        with reporting(layer, next_op, buffer, plan):
+        if _is_fused(layer, down, columns):
+            y = layer._gemm_combine(a, down, down_bias, row_weight, plan, recv, buffer, len(x), True)[0]
+        else:
             y_rows = gemm(a, down, offsets, down_bias, None, FORWARD, 0, False)
-        y = layer._combine(y_rows, row_weight, None, plan, recv, buffer, len(x), True)[0]
+            y = layer._combine(y_rows, row_weight, None, plan, recv, buffer, len(x), True)[0]
     return y, rows, h, row_weight, recv
 
 
 def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, *last):
     """Return dy of each row [M, H], d_h, the weighted activation [M, I] and the row weights' gradient [M]."""
     layer = layer_of(layer)
-    offsets = expert_offsets(layer, plan)
     fused = _is_fused(layer, down, h.shape[1])
-    if fused:
-        d, g = layer._dispatch_dgrad(dy, plan, down, buffer, len(h))
-    else:
-        g, _, _ = layer._dispatch(aligned(dy), None, plan, buffer, len(h))
+    with reporting(layer, _dispatches(layer, down, h.shape[1]), buffer, plan):
+        offsets = expert_offsets(layer, plan)
+        if fused:
+            d, g = layer._dispatch_dgrad(dy, plan, down, buffer, len(h))
+        else:
+            g, _, _ = layer._dispatch(aligned(dy), None, plan, buffer, len(h))
     # `trains` has seen that all sizes are those of the kernels, so gate and up are fused exactly if down is
     next_op = _C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE
     with reporting(layer, next_op, buffer, plan):
@@ -169,12 +159,13 @@ def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, 
 def _run_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
     """Return dx [T, H] and the gradient of the routing weights [T, K]."""
     layer = layer_of(layer)
-    if _is_fused(layer, gate_up, gate_up.shape[1]):
-        return layer._dgrad_combine(d_h, gate_up, d_row_weight, plan, recv, buffer, num_tokens)
-    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+    columns = gate_up.shape[1]
+    with reporting(layer, _combines(layer, gate_up, columns), buffer, plan):
+        if _is_fused(layer, gate_up, columns):
+            return layer._dgrad_combine(d_h, gate_up, d_row_weight, plan, recv, buffer, num_tokens)
         d_rows = torch.ops.epmoe.grouped_gemm(d_h, gate_up, expert_offsets(layer, plan), None, None, DGRAD, 0,
                                               False)
-    return layer._combine(d_rows, None, d_row_weight, plan, recv, buffer, num_tokens)
+        return layer._combine(d_rows, None, d_row_weight, plan, recv, buffer, num_tokens)
 
 
 def _expert_of_row(offsets, num_rows):
@@ -250,24 +241,24 @@ def _backward(ctx, dy, *_):
             raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
                                       f"{layer.dtype}: use dtype=torch.float32")
         dy = dy.contiguous()
-    of_x, of_weight, _, of_gate_up, of_gate_up_bias, of_down, of_down_bias = ctx.needs_input_grad[:7]
-    g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
-        dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, *ctx.activation)
-    # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
-    ctx.maybe_clear_saved_tensors()
-    del h
+        of_x, of_weight, _, of_gate_up, of_gate_up_bias, of_down, of_down_bias = ctx.needs_input_grad[:7]
+        g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
+            dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, *ctx.activation)
     next_op = _combines(layer, gate_up, gate_up.shape[1])
     grads = [None] * 7
     with reporting(layer, next_op, ctx.buffer, plan):
+        # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
+        ctx.maybe_clear_saved_tensors()
+        del h
         offsets = expert_offsets(layer, plan)
         if of_down:
             grads[5] = gradient_of(ctx.sinks[1], g, weighted, offsets)
         if of_down_bias:
             grads[6] = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
-    del g, weighted  # their memory serves the combine
-    # Also where this rank wants neither: another rank may want one of them, and waits for the rows of all.
-    dx, d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, ctx.layer, ctx.buffer,
-                                                       ctx.num_tokens)
+        del g, weighted  # their memory serves the combine
+        # Also where this rank wants neither: another rank may want one of them, and waits for the rows of all.
+        dx, d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, ctx.layer, ctx.buffer,
+                                                           ctx.num_tokens)
     grads[0], grads[1] = dx if of_x else None, d_weight if of_weight else None
     del dx, d_weight
     if of_gate_up:

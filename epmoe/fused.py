@@ -11,7 +11,7 @@ from .fused_parts import FusedParts, fuses
 from .gemm import add_bias, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer
 from .layer_parts import cast
-from .ops import dispatch
+from .refusals import reported_after_plan
 
 __all__ = ["EpAll2AllFusedOp", "fused_ops", "fuses"]
 
@@ -175,8 +175,8 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             op = _C.OP_DISPATCH_GEMM if self.fused else _C.OP_DISPATCH
             self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
         if not fused:
-            rows, row_weight, layout = self._dispatch_alone(input, exp_indices, weight, full_scatter_indices,
-                                                            layout, buffer)
+            rows, row_weight, layout = self.dispatch(input, exp_indices, weight, full_scatter_indices,
+                                                     layout=layout, buffer=buffer)
             try:
                 h = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias,
                                  activation=activation)
@@ -185,14 +185,15 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             return h, row_weight, layout
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH_GEMM, input, exp_indices, weight,
                                                  full_scatter_indices, layout, buffer)
+        return self._mega_dispatch_planned(layout, input, weight, gemm_weight, bias, activation, num_rows)
+
+    @reported_after_plan(_C.OP_DISPATCH_GEMM)
+    def _mega_dispatch_planned(self, layout, input, weight, gemm_weight, bias, activation, num_rows):
         with_grad = requires_grad(input, weight, gemm_weight, bias)
         # With gradients, torch's own bias and activation follow the kernel, because they have a backward.
         inside, added = (None, None) if with_grad else (activation, bias)
-        try:
-            gemm_weight = gemm_weight.contiguous()
-            added = None if added is None else added.to(self.dtype).contiguous()
-        except Exception as error:
-            self._refuse_dispatch(_C.OP_DISPATCH_GEMM, error, layout)
+        gemm_weight = gemm_weight.contiguous()
+        added = None if added is None else added.to(self.dtype).contiguous()
         if with_grad or is_watched():
             h, _, row_weight, recv = torch.ops.epmoe.dispatch_gemm(
                 input, weight, layout.plan, gemm_weight, added, self.id, layout.buffer, num_rows,
@@ -202,13 +203,10 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             h, _, row_weight, recv = self._dispatch_gemm(
                 input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows, *as_kernel(inside))
         self._set_dispatched(layout, h, recv)
-        try:
-            if with_grad and bias is not None:
-                h = add_bias(h, bias, layout.expert_offsets)
-            if with_grad and activation is not None:
-                h = activate(h, activation)
-        except Exception as error:
-            self._refuse(_C.OP_GEMM_COMBINE, error, layout.buffer)
+        if with_grad and bias is not None:  # an error is reported in the next operation of the other ranks
+            h = add_bias(h, bias, layout.expert_offsets)
+        if with_grad and activation is not None:
+            h = activate(h, activation)
         return h, cast(row_weight, self.weight_dtype), layout
 
     def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None,
@@ -275,14 +273,17 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
         if not fused:
             return self.combine(rows, layout, weight)
+        return self._by_token(self._mega_combine_checked(layout, gemm_input, gemm_weight, bias, weight,
+                                                         with_grad))
+
+    @reported_after_plan(_C.OP_GEMM_COMBINE)
+    def _mega_combine_checked(self, layout, gemm_input, gemm_weight, bias, weight, with_grad):
         if with_grad or is_watched():
-            y = torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv,
-                                             self.id, layout.buffer, layout.num_tokens, with_grad)[0]
-        else:
-            y = self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv,
-                                   layout.buffer,
-                                   layout.num_tokens)[0]
-        return self._by_token(y)
+            return torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan,
+                                                layout.recv, self.id, layout.buffer, layout.num_tokens,
+                                                with_grad)[0]
+        return self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv,
+                                  layout.buffer, layout.num_tokens)[0]
 
     def _make_layout(self, exp_indices, scatter, buffer):
         if self._copies > 1:
@@ -292,21 +293,6 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             except Exception as error:
                 self._refuse(_C.OP_PLAN, error, buffer)
         return super()._make_layout(exp_indices, scatter, buffer)
-
-    def _dispatch_alone(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
-        if self._copies == 1:
-            return super().dispatch(input, exp_indices, weight, full_scatter_indices, layout=layout,
-                                    buffer=buffer)
-        layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight,
-                                                 full_scatter_indices, layout, buffer)
-        try:
-            copies = input.repeat_interleave(self._copies, 0)
-        except Exception as error:
-            self._refuse_dispatch(_C.OP_DISPATCH, error, layout)
-        rows, row_weight, recv = dispatch(self, copies, weight, layout.plan, layout.buffer, num_rows,
-                                          requires_grad(input, weight))
-        self._set_dispatched(layout, rows, recv)
-        return rows, cast(row_weight, self.weight_dtype), layout
 
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
                  buffer=0):
@@ -333,7 +319,8 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             ...     op.dispatch(torch.ones(1, 16, dtype=torch.bfloat16), torch.tensor([[0, 1]]))[0].shape
             torch.Size([2, 16])
         """
-        return self._dispatch_alone(input, exp_indices, weight, full_scatter_indices, layout, buffer)
+        return super().dispatch(input, exp_indices, weight, full_scatter_indices, layout=layout,
+                                buffer=buffer)
 
     def combine(self, input, layout, weight=None):
         """Return rows and sum them without a GEMM, as EPAll2AllLayer.combine.  Collective.

@@ -9,6 +9,7 @@ from .fp8 import quantize_fp8
 from .fused_parts import fuses_fp8
 from .gemm import FP8_BLOCK, GATED, aligned, as_kernel, check_activation, grouped_gemm
 from .layer_parts import cast
+from .refusals import reported_after_plan, reporting
 
 ops.lib.define("dispatch_gemm_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tensor plan, Tensor gemm_weight, "
                "Tensor gemm_scale, Tensor? bias, str layer, int buffer, SymInt num_rows, int activation, "
@@ -21,16 +22,19 @@ ops.lib.define("gemm_combine_fp8(Tensor a, Tensor a_scale, Tensor gemm_weight, T
 
 def _run(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer, num_rows, *activation):
     weights = gemm_weight, gemm_scale, bias
-    out, row_weight, recv = ops.layer_of(layer)._dispatch_gemm_fp8(
-        aligned(x), x_scale, aligned(weight), plan, weights, buffer, num_rows, activation[:3])
+    layer = ops.layer_of(layer)
+    with reporting(layer, _C.OP_DISPATCH_GEMM_FP8, buffer, plan, num_rows < 0):
+        out, row_weight, recv = layer._dispatch_gemm_fp8(
+            aligned(x), x_scale, aligned(weight), plan, weights, buffer, num_rows, activation[:3])
     return out, ops.absent(x_scale) if row_weight is None else row_weight, recv
 
 
 def _run_gemm_combine(a, a_scale, gemm_weight, gemm_scale, bias, row_weight, plan, recv, layer, buffer,
                       num_tokens, after=None):
     weights = gemm_weight, gemm_scale, bias
-    return ops.layer_of(layer)._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer,
-                                                 num_tokens)
+    layer = ops.layer_of(layer)
+    with reporting(layer, _C.OP_GEMM_COMBINE_FP8, buffer, plan):
+        return layer._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens)
 
 
 implement(ops.lib, "dispatch_gemm_fp8", _run)
@@ -137,11 +141,12 @@ class FusedFp8:
             return h, row_weight, layout
         layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
                                                  buffer)
-        try:
-            x, x_scale = quantize_fp8(input.contiguous())
-            weights = self._fp8_weights(gemm_weight, gemm_scale, bias)
-        except Exception as error:
-            self._refuse_dispatch(op, error, layout)
+        return self._mega_fp8_planned(layout, input, weight, product, num_rows)
+
+    @reported_after_plan(_C.OP_DISPATCH_GEMM_FP8)
+    def _mega_fp8_planned(self, layout, input, weight, product, num_rows):
+        x, x_scale = quantize_fp8(input.contiguous())
+        weights, activation = self._fp8_weights(*product[:3]), product[3]
         if is_watched():
             h, row_weight, recv = torch.ops.epmoe.dispatch_gemm_fp8(
                 x, x_scale, weight, layout.plan, *weights, self.id, layout.buffer, num_rows,
@@ -174,7 +179,7 @@ class FusedFp8:
                 x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, number, alpha, limit,
                 self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, awaits_rows))
 
-        call = _C.OP_DISPATCH_GEMM_FP8, plan, buffer, x.shape[0]
+        call = plan, buffer, x.shape[0]
         (row_weight, out), others = self._run_dispatch(call, num_rows, make, launch)
         return out, row_weight, others[2]
 
@@ -200,24 +205,23 @@ class FusedFp8:
             self._refuse(_C.OP_GEMM_COMBINE_FP8 if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
         if not fused:
             return self.combine(rows, layout, weight)
+        return self._by_token(self._combine_fp8_checked(layout, rows, scales, weights, weight))
+
+    @reported_after_plan(_C.OP_GEMM_COMBINE_FP8)
+    def _combine_fp8_checked(self, layout, rows, scales, weights, weight):
         if is_watched():
-            y = torch.ops.epmoe.gemm_combine_fp8(rows, scales, *weights, weight, layout.plan, layout.recv,
-                                                 self.id, layout.buffer, layout.num_tokens)
-        else:
-            y = self._gemm_combine_fp8(rows, scales, weights, weight, layout.plan, layout.recv, layout.buffer,
-                                       layout.num_tokens)
-        return self._by_token(y)
+            return torch.ops.epmoe.gemm_combine_fp8(rows, scales, *weights, weight, layout.plan, layout.recv,
+                                                    self.id, layout.buffer, layout.num_tokens)
+        return self._gemm_combine_fp8(rows, scales, weights, weight, layout.plan, layout.recv, layout.buffer,
+                                      layout.num_tokens)
 
     def _gemm_combine_fp8(self, a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens):
         """Allocate the outputs and call the module.  Returns the sums.
 
         weights: gemm_weight, its scale for each block, and its bias.
         """
-        try:
-            rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
-            gemm_weight, gemm_scale, bias = map(aligned, weights)
-        except Exception as error:
-            self._refuse(_C.OP_GEMM_COMBINE_FP8, error, buffer)
+        rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
+        gemm_weight, gemm_scale, bias = map(aligned, weights)
         # DLPack of some versions of torch has no FP8, so the module gets bytes
         _C.layer_gemm_combine_fp8(self._c, buffer, (
             a.view(torch.uint8), a_scale, gemm_weight.view(torch.uint8), gemm_scale, bias, rows, row_weight,

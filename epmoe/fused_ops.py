@@ -8,8 +8,8 @@ from . import _C
 from .autograd import check_mode
 from .direct import implement
 from .gemm import DGRAD, GATED
-from .ops import (absent, layer_of, lib, register_fake, reporting, row_dots, rows_to_trace,
-                  saved_tensors)
+from .ops import absent, layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
+from .refusals import reporting
 from .weight_gradients import gradient_of, sink_of
 
 lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str "
@@ -28,16 +28,19 @@ def expert_offsets(layer, plan):
 def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0,
                        limit=0.0, *flags):
     requires_grad = bool(flags) and flags[0]  # flags: requires_grad, after
-    out, rows, row_weight, recv = layer_of(layer)._dispatch_gemm(
-        x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit, requires_grad)
+    layer = layer_of(layer)
+    with reporting(layer, _C.OP_DISPATCH_GEMM, buffer, plan, num_rows < 0):
+        out, rows, row_weight, recv = layer._dispatch_gemm(
+            x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit, requires_grad)
     return out, rows, absent(x) if row_weight is None else row_weight, recv
 
 
 def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens,
                       requires_grad=False, after=None):
     layer = layer_of(layer)
-    return layer._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
-                               requires_grad)
+    with reporting(layer, _C.OP_GEMM_COMBINE, buffer, plan):
+        return layer._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
+                                   requires_grad)
 
 
 implement(lib, "dispatch_gemm", _run_dispatch_gemm)
@@ -72,11 +75,12 @@ def _save_dispatch_gemm(ctx, inputs, output):
 
 def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
     plan, gemm_weight, rows, recv = saved_tensors(ctx, _C.OP_COMBINE, d_out)
-    if ctx.activation:
-        raise RuntimeError("dispatch_gemm with an activation has no backward: apply the activation after it")
     layer = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan):
+        if ctx.activation:
+            raise RuntimeError("dispatch_gemm with an activation has no backward: apply the activation after "
+                               "it")
         check_mode(d_out, d_row_weight, gemm_weight, may_batch=True)
         offsets = expert_offsets(layer, plan)
         d_out = d_out.contiguous()
@@ -85,9 +89,9 @@ def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
             d_gemm_weight = gradient_of(ctx.sink, d_out, rows, offsets)
         d_rows = gemm(d_out, gemm_weight, offsets, None, None, DGRAD, 0, False)
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
-    num_tokens = ctx.num_tokens * layer._copies
-    dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
-                                           num_tokens)
+        num_tokens = ctx.num_tokens * layer._copies
+        dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
+                                               num_tokens)
     return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 9
 
 
@@ -107,7 +111,7 @@ def _gemm_combine_backward(ctx, d_out, _):
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
         check_mode(d_out, a, gemm_weight, *weighted, may_batch=True)
         d_out = d_out.contiguous()
-    g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
+        g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
     # The layer's next operation of this backward is a combine; there is none without a gradient of the rows.
     calls_combine = ctx.needs_input_grad[0]
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():

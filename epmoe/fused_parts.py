@@ -100,7 +100,7 @@ class FusedParts:
                 self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, with_grad, FORWARD,
                 awaits_rows))
 
-        call = _C.OP_DISPATCH_GEMM, plan, buffer, x.shape[0]
+        call = plan, buffer, x.shape[0]
         kept_for = gemm_weight.data_ptr() if with_grad else None
         (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, kept_for)
         return out, rows, row_weight, others[0]
@@ -121,18 +121,15 @@ class FusedParts:
                 x, weight, plan, rows, row_weight, *others, out, kept, SWIGLU, 0.0, 0.0, self._move_sms,
                 self._tail_sms, not self.block_wise_barrier, self._copies, True, FORWARD, awaits_rows))
 
-        call = _C.OP_DISPATCH_GEMM, plan, buffer, x.shape[0]
+        call = plan, buffer, x.shape[0]
         (rows, row_weight, out, kept), others = self._run_dispatch(call, num_rows, make, launch,
                                                                    gemm_weight.data_ptr())
         return out, kept, rows, row_weight, others[0]
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
                       with_grad=False):
-        try:
-            rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
-            gemm_weight, bias = aligned(gemm_weight), aligned(bias)
-        except Exception as error:
-            self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
+        rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
+        gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         tensors = a, gemm_weight, bias, rows, row_weight, None, plan, recv, out, None
         _C.layer_gemm_combine(self._c, buffer, (
             *tensors, self._move_sms, self._reduce_sms, self.combine_order == "serial", with_grad, FORWARD))
@@ -142,13 +139,10 @@ class FusedParts:
 
     def _dispatch_dgrad(self, dy, plan, gemm_weight, buffer, num_rows):
         """Return the product of each row of dy, and these rows."""
-        try:
-            rows = self._empty(num_rows, self.hidden)
-            recv = self._empty(self._recv_words, dtype=torch.int32)
-            out = self._empty(num_rows, gemm_weight.shape[2])
-            dy, gemm_weight = aligned(dy), aligned(gemm_weight)
-        except Exception as error:
-            self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
+        rows = self._empty(num_rows, self.hidden)
+        recv = self._empty(self._recv_words, dtype=torch.int32)
+        out = self._empty(num_rows, gemm_weight.shape[2])
+        dy, gemm_weight = aligned(dy), aligned(gemm_weight)
         _C.layer_dispatch_gemm(self._c, buffer, (
             dy, None, plan, rows, None, recv, gemm_weight, None, out, None, 0, 0.0, 0.0, self._move_sms,
             self._tail_sms, not self.block_wise_barrier, 1, False, DGRAD, 0))
@@ -156,12 +150,9 @@ class FusedParts:
 
     def _dgrad_combine(self, a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens):
         """Return the sums [T, H] of the products, and the scalar of each choice [T, K]."""
-        try:
-            rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
-            scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
-            a, gemm_weight, row_scalar = aligned(a), aligned(gemm_weight), aligned(row_scalar)
-        except Exception as error:
-            self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
+        rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
+        scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
+        a, gemm_weight, row_scalar = aligned(a), aligned(gemm_weight), aligned(row_scalar)
         _C.layer_gemm_combine(self._c, buffer, (
             a, gemm_weight, None, rows, None, row_scalar, plan, recv, out, scalar, self._move_sms,
             self._reduce_sms, self.combine_order == "serial", False, DGRAD))

@@ -13,6 +13,7 @@ from .heap import SymmetricHeap
 from .layer_calls import LayerCalls
 from .layer_parts import (MODES, LayerParts, cast, check_kinds, check_rail_capacity, check_rail_dtype,
                           default_num_sm, max_blocks, refuse_layer, world_of)
+from .refusals import reported_after_plan
 
 _ids = itertools.count()
 
@@ -266,7 +267,13 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
         """
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight,
                                                  full_scatter_indices, layout, buffer)
+        return self._dispatch_planned(layout, input, weight, num_rows)
+
+    @reported_after_plan(_C.OP_DISPATCH)
+    def _dispatch_planned(self, layout, input, weight, num_rows):
         with_grad = direct.requires_grad(input, weight)
+        if self._copies > 1:
+            input = input.repeat_interleave(self._copies, 0)
         if with_grad or direct.is_watched():
             rows, row_weight, recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows,
                                                   with_grad)
@@ -327,6 +334,10 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
                 weight = cast(weight, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, self._buffer_of(layout))
+        return self._combine_checked(layout, input, weight)
+
+    @reported_after_plan(_C.OP_COMBINE)
+    def _combine_checked(self, layout, input, weight):
         with_grad = direct.requires_grad(input, weight)
         if with_grad or direct.is_watched():
             return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer,

@@ -1,7 +1,7 @@
 """LayerCalls: how EPAll2AllLayer calls the module: plan, dispatch and combine.
 
-Each call allocates its outputs, reports to the other ranks if it cannot, and calls the module.  ops.py makes
-operators of them, for autograd and torch.compile.
+Each call allocates its outputs and calls the module.  Its caller reports an error to the other ranks
+(refusals.py).  ops.py makes operators of them, for autograd and torch.compile.
 
 A dispatch takes the number of its rows, or -1 if only the plan has it.  The GPU has nothing to do from the
 moment when the plan has the number until the launch of the dispatch.  So the host allocates the outputs and
@@ -43,9 +43,9 @@ class LayerCalls:
         return self._allocate(sizes, (*sizes[1:], 1), dtype or self.dtype)
 
     def _plan(self, exp_indices, scatter, buffer):
-        has_tokens = isinstance(exp_indices, torch.Tensor) and exp_indices.dim()
-        num_tokens = min(exp_indices.size(0), self.max_tokens) if has_tokens else 0
         try:
+            has_tokens = isinstance(exp_indices, torch.Tensor) and exp_indices.dim()
+            num_tokens = min(exp_indices.size(0), self.max_tokens) if has_tokens else 0
             plan = self._empty(self._plan_words(num_tokens), dtype=torch.int32)
         except Exception as error:
             self._refuse(_C.OP_PLAN, error, buffer)
@@ -65,7 +65,7 @@ class LayerCalls:
 
     def _make_layout(self, exp_indices, scatter, buffer):
         """Launch a plan.  Its layout does not have the number of rows yet: see _read_rows."""
-        self._check_mode(buffer)
+        self._check_mode(buffer, exp_indices)
         if direct.is_watched():
             plan = ops.plan(self, exp_indices, scatter, buffer)
         else:
@@ -96,21 +96,18 @@ class LayerCalls:
     def _run_dispatch(self, call, num_rows, make, launch, kept_for=None):
         """Run a dispatch.  Returns its outputs.
 
-        call: the operation, the plan, the buffer and the number of tokens.  make(n): returns the outputs, a
+        call: the plan, the buffer and the number of tokens.  make(n): returns the outputs, a
         list of tensors with n rows, and a list of other tensors.  launch(outputs, others, awaits_rows): calls
         the module.  kept_for: None, or the address of the weights for whose backward the outputs are kept.
         """
-        op, plan, buffer, _ = call
+        plan, buffer, _ = call
         if num_rows < 0:
             made = self._run_ahead(call, make, launch, kept_for)
             if made is not None:
                 return made
         if num_rows < 0:
             num_rows = self._num_rows(plan, buffer)
-        try:
-            made = make(num_rows)
-        except Exception as error:
-            self._refuse(op, error, buffer)
+        made = make(num_rows)
         launch(*made, 0)
         return made
 
@@ -120,7 +117,7 @@ class LayerCalls:
         Returns None, and launches nothing, if there are more rows than room, or no memory for the room, or if
         the outputs are kept and more than an eighth of them would have no rows.
         """
-        _, plan, buffer, num_tokens = call
+        plan, buffer, num_tokens = call
         key = num_tokens.bit_length(), kept_for  # in _rooms: the number of rows to make room for
         room = self._rooms.get(key, 0)
         if room == NO_ROOM:
@@ -155,7 +152,7 @@ class LayerCalls:
         def launch(outputs, others, awaits_rows):
             _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad, awaits_rows))
 
-        call = _C.OP_DISPATCH, plan, buffer, x.shape[0]
+        call = plan, buffer, x.shape[0]
         (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,
                                                          kept_for if with_grad else None)
         return rows, row_weight, recv
@@ -163,13 +160,10 @@ class LayerCalls:
     def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False,
                  biases=(None, None), by_choice=False):
         """biases, by_choice: see EP_ARGS_combine of csrc/protocol/ops.h."""
-        try:
-            out = self._empty(num_tokens, self.hidden)
-            out_scalar = None
-            if row_scalar is not None:
-                out_scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
-        except Exception as error:
-            self._refuse(_C.OP_COMBINE, error, buffer)
+        out = self._empty(num_tokens, self.hidden)
+        out_scalar = None
+        if row_scalar is not None:
+            out_scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
         _C.layer_combine(self._c, buffer, (rows, row_weight, row_scalar, *biases, plan, recv, out, out_scalar,
                                            with_grad, by_choice))
         return out, out_scalar

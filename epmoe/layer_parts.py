@@ -19,6 +19,7 @@ from .layout import EPLayout
 from .nodes.layout import is_mesh
 from .nodes.choice import spans_nodes
 from .nodes.topology import Nodes
+from .refusals import check_plain, is_told, mark_told
 from .world import Shared, World
 
 DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
@@ -233,21 +234,25 @@ class LayerParts(Shared):
             n = self._num_buffers
             self._refuse(op, kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}"), buffer)
 
-    def _check_mode(self, buffer):
+    def _check_mode(self, buffer, exp_indices):
         try:
             check_mode()
-        except NotImplementedError as error:
+            if isinstance(exp_indices, torch.Tensor):
+                check_plain("exp_indices", exp_indices)
+        except Exception as error:
             self._refuse(_C.OP_PLAN, error, buffer)
 
     def _refuse(self, op, error, buffer):
         """Report to the other ranks that this one cannot take part in op, then raise the error.
 
         The report goes through the buffer of the call, or through the first where the call named no valid
-        one.
+        one.  An error of which they know is only raised.
         """
         if torch.compiler.is_compiling():  # a compiler must not trace this, but leave the call to Python
             self._refuse_untraced(op, error, buffer)
         try:
+            if is_told(error):
+                raise error
             self._refuse_now(op, error, buffer)
         finally:
             del error
@@ -266,19 +271,9 @@ class LayerParts(Shared):
         try:
             if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
                 valid = buffer if self._is_buffer(buffer) else 0
+                mark_told(error)
                 _C.layer_refuse(self._c, valid, op, status_of(error), stream_of(self.device))
             raise error
-        finally:
-            del error
-
-    def _refuse_dispatch(self, op, error, layout):
-        """As _refuse, between a plan and its dispatch.
-
-        If the plan has failed too, its error is raised: then no rank dispatches.
-        """
-        try:
-            self._read_rows(layout)
-            self._refuse(op, error, layout.buffer)
         finally:
             del error
 
@@ -351,6 +346,7 @@ class LayerParts(Shared):
         if t.is_nested or t.layout is not torch.strided:
             layout = "nested" if t.is_nested else t.layout
             raise ValueError(f"{name}: wanted a dense tensor, got one of layout {layout}")
+        check_plain(name, t)
         if t.device != self.device:
             raise ValueError(f"{name}: wanted a tensor on {self.device}, where the layer is, got one on "
                              f"{t.device}")

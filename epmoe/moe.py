@@ -436,10 +436,11 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             if self.expert_map is not None:
                 self._check_gradients()
                 topk_idx = self.expert_map.physical(topk_idx, self.layer.rank)
+            if path is not None:
+                self.last_layout = None
         except Exception as error:
             self._refuse(error, path)
         if path is not None:
-            self.last_layout = None
             return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
         if torch.compiler.is_compiling() and tokens.shape[1] != self.layer.hidden:
             tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced

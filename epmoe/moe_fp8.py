@@ -75,13 +75,15 @@ def compute(moe, rows, scales, offsets):
                         b_scale=moe.down_proj_scale_inv, out_dtype=moe.layer.dtype)
 
 
-def run(moe, layer, x, topk_idx, topk_weights):
+def run(layer, x, topk_idx, topk_weights, weights, scales, activation):
     """Apply the experts through an EpAll2AllFusedOp: dispatch and gate and up, then down and combine.
 
+    weights: gate and up, their bias or None, down, its bias or None.  scales: of gate and up, of down.
     Returns (y, layout).
     """
+    gate_up, gate_up_bias, down, down_bias = weights
     h, row_weight, layout = layer.mega_dispatch_group_gemm(
-        x, topk_idx, weight=topk_weights, gemm_weight=moe.gate_up_proj, bias=moe.gate_up_proj_bias,
-        activation=moe.activation, gemm_scale=moe.gate_up_proj_scale_inv)
-    return layer.mega_group_gemm_combine(h, moe.down_proj, layout, row_weight, bias=moe.down_proj_bias,
-                                         gemm_scale=moe.down_proj_scale_inv), layout
+        x, topk_idx, weight=topk_weights, gemm_weight=gate_up, bias=gate_up_bias, activation=activation,
+        gemm_scale=scales[0])
+    return layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias,
+                                         gemm_scale=scales[1]), layout

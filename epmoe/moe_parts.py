@@ -163,13 +163,18 @@ class MoeParts(MoeTraining):
         The layer is the module's, or, over several nodes, that of the node.  weights: None, or what
         _weights() has returned.
         """
-        weights = self._weights() if weights is None else weights
-        if experts_ops.trains(layer, x, topk_weights, *weights):
+        try:
+            weights = self._weights() if weights is None else weights
+            scales = [getattr(self, n + moe_fp8.SCALE) for n in moe_fp8.WEIGHTS] if self.is_fp8 else ()
+            trains = experts_ops.trains(layer, x, topk_weights, *weights)
+        except Exception as error:
+            layer._refuse(_C.OP_PLAN, error, 0)
+        if trains:
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation)
         if not isinstance(layer, EpAll2AllFusedOp):
             return self._unfused(layer, x, topk_idx, topk_weights, *weights)
         if self.is_fp8:
-            return moe_fp8.run(self, layer, x, topk_idx, topk_weights)
+            return moe_fp8.run(layer, x, topk_idx, topk_weights, weights, scales, self.activation)
         gate_up, gate_up_bias, down, down_bias = weights
         h, row_weight, layout = layer.mega_dispatch_group_gemm(
             x, topk_idx, weight=topk_weights, gemm_weight=gate_up, bias=gate_up_bias,
@@ -181,8 +186,8 @@ class MoeParts(MoeTraining):
             rows, scales, row_weight, layout = layer.dispatch_fp8(x, topk_idx, topk_weights)
         else:
             rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
-        offsets = layout.expert_offsets
         try:
+            offsets = layout.expert_offsets
             if self.is_fp8:
                 h = moe_fp8.compute(self, rows, scales, offsets)
             else:

@@ -5,7 +5,6 @@ backward of combine copies what combine added up.  An operator names its layer b
 that is absent is a tensor without dimensions.  `after` orders operators and is not read: see inductor.py.
 """
 
-import contextlib
 import weakref
 
 import torch
@@ -15,6 +14,7 @@ from . import _C
 from .autograd import check_mode
 from .direct import implement
 from .gemm import aligned
+from .refusals import reporting
 
 layers = weakref.WeakValueDictionary()  # id -> layer
 lib = torch.library.Library("epmoe", "DEF")
@@ -48,16 +48,21 @@ def _plan(indices, scatter, layer, buffer, after=None):
 
 
 def _dispatch(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None):
-    rows, row_weight, recv = layer_of(layer)._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows,
-                                                       requires_grad)
+    layer = layer_of(layer)
+    with reporting(layer, _C.OP_DISPATCH, buffer, plan, num_rows < 0):
+        rows, row_weight, recv = layer._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows,
+                                                 requires_grad)
     return rows, absent(x) if row_weight is None else row_weight, recv
 
 
 def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False,
              after=None):
-    out, out_scalar = layer_of(layer)._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan,
-                                               recv, buffer, num_tokens, requires_grad)
-    return out, absent(rows) if out_scalar is None else out_scalar
+    layer = layer_of(layer)
+    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+        none = absent(rows) if row_scalar is None else None  # before the operation: after it no rank waits
+        out, out_scalar = layer._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan, recv,
+                                         buffer, num_tokens, requires_grad)
+    return out, none if out_scalar is None else out_scalar
 
 
 for _name, _f in (("plan", _plan), ("dispatch", _dispatch), ("combine", _combine)):
@@ -142,20 +147,6 @@ def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requi
 # ---- backward ----
 
 
-@contextlib.contextmanager
-def reporting(layer, op, buffer, plan):
-    """Report an error inside the block to the other ranks in op, which is their next operation.
-
-    Such an error is a lack of memory, for example.
-    """
-    try:
-        yield
-    except Exception as error:
-        if type(plan) is not torch.Tensor:  # a tracer runs this: the other ranks wait for nothing
-            raise
-        layer._refuse(op, error, buffer)
-
-
 def saved_tensors(ctx, op, grad):
     """Return what a backward has saved.
 
@@ -188,8 +179,8 @@ def _dispatch_backward(ctx, d_rows, d_row_weight, _):
         check_mode(d_rows, d_row_weight, may_batch=True)
         d_rows = d_rows.contiguous()
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
-    dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
-                                           ctx.num_tokens)
+        dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
+                                               ctx.num_tokens)
     return dx, d_weight if ctx.has_weight else None, *[None] * 6
 
 
@@ -215,12 +206,17 @@ def _combine_backward(ctx, d_out, d_scalar):
         check_mode(d_out, d_scalar, *weighted, may_batch=True)
         d_out = d_out.contiguous()
         d_scalar = d_scalar.contiguous() if ctx.has_scalar else None
-    g, d_row_scalar, _ = torch.ops.epmoe.dispatch(d_out, d_scalar, plan, ctx.layer, ctx.buffer, ctx.num_rows)
+        g, d_row_scalar, _ = torch.ops.epmoe.dispatch(d_out, d_scalar, plan, ctx.layer, ctx.buffer,
+                                                      ctx.num_rows)
     if ctx.has_weight:
-        rows, row_weight = weighted
-        d_weight = row_dots(g, rows) if ctx.needs_input_grad[1] else None
-        g = (g * row_weight[:, None]).to(g.dtype)
+        g, d_weight = _weigh(g, *weighted, ctx.needs_input_grad[1])
     return g, d_weight, d_row_scalar if ctx.has_scalar else None, *[None] * 7
+
+
+def _weigh(g, rows, row_weight, needs_weight):
+    """Return the gradients of rows and of their weights.  Nobody knows whether an operation follows."""
+    d_weight = row_dots(g, rows) if needs_weight else None
+    return (g * row_weight[:, None]).to(g.dtype), d_weight
 
 
 torch.library.register_autograd("epmoe::dispatch", _dispatch_backward, setup_context=_save_dispatch, lib=lib)

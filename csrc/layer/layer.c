@@ -346,10 +346,10 @@ int ep_layer_lock(EpLayer *l, uint32_t buffer) {
     if (!pthread_mutex_trylock(&l->locks[buffer])) return 0;
     for (;;) {
         struct timespec until;
-        clock_gettime(CLOCK_REALTIME, &until);
+        clock_gettime(CLOCK_MONOTONIC, &until);
         until.tv_sec += (until.tv_nsec + LOCK_STEP_NS) / 1000000000;
         until.tv_nsec = (until.tv_nsec + LOCK_STEP_NS) % 1000000000;
-        if (!pthread_mutex_timedlock(&l->locks[buffer], &until)) return 0;
+        if (!pthread_mutex_clocklock(&l->locks[buffer], CLOCK_MONOTONIC, &until)) return 0;
         if (ep_interrupted()) return ep_take_interrupt(), ep_world_interrupt(ep_heap_world(l->heap));
     }
 }

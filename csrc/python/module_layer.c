@@ -2,7 +2,8 @@
  *
  * Exports ep_layer_methods. The comment above a function lists its arguments, which are passed by position.
  * Invariant: if this rank cannot read a tensor argument of an operation, it first refuses the operation to
- * its peers, then raises the Python exception. */
+ * its peers, then raises the Python exception. An exception of an operation, or of a plan whose rows are
+ * read, is marked: the peers have it too, or know of it. */
 #include "python/module.h"
 
 #include <stddef.h>
@@ -11,6 +12,13 @@
 #include "layer/test_hooks.h"
 #include "protocol/layout.h"
 #include "runtime/error.h"
+
+/* As ep_done, for what all ranks do together: a failed call has told the peers. */
+static PyObject *done_together(int code) {
+    PyObject *result = ep_done(code);
+    if (!result) ep_mark_told();
+    return result;
+}
 
 static void free_layer(PyObject *c) {
     EpLayer *l = (EpLayer *)PyCapsule_GetPointer(c, LAYER);
@@ -135,11 +143,13 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
     if (awaits && !ep_get_own_tensor(plan, false, &t, &awaited)) PyErr_Clear();
     if (awaited) WITHOUT_LOCK(of_plan = ep_layer_num_rows(l, buffer, awaited, stream, &num_rows));
     if (!of_plan) WITHOUT_LOCK(ep_layer_refuse(l, buffer, op, code, stream));
-    if (!of_plan && !PyErr_Occurred()) return PyErr_Restore(type, value, trace), NULL;
+    if (!of_plan && !PyErr_Occurred()) return PyErr_Restore(type, value, trace), ep_mark_told(), NULL;
     Py_XDECREF(type); /* the plan's error, or what a signal handler has raised during the wait, goes first */
     Py_XDECREF(value);
     Py_XDECREF(trace);
-    return of_plan ? ep_raise(of_plan) : NULL;
+    if (of_plan) ep_raise(of_plan);
+    ep_mark_told();
+    return NULL;
 }
 
 /* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it ---- */
@@ -197,7 +207,7 @@ static PyObject *run(const Operation *op, void *fields, PyObject *const *args, P
         return refuse_pending(l, buffer, op->op, plan, awaits);
     void *stream = ep_current_stream(ep_layer_heap(l), plan);
     WITHOUT_LOCK(code = ep_layer_run(l, buffer, op->op, fields, stream));
-    return ep_done(code);
+    return done_together(code);
 }
 
 #define ROW(S, kind, name) {kind, offsetof(S, name)},
@@ -226,7 +236,7 @@ FAST(layer_num_rows) {
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], false, &t, &plan)) return NULL;
     void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
     WITHOUT_LOCK(code = ep_layer_num_rows(l, buffer, plan, stream, &num_rows));
-    return code ? ep_raise(code) : PyLong_FromUnsignedLong(num_rows);
+    return code ? done_together(code) : PyLong_FromUnsignedLong(num_rows);
 }
 
 /* (layer, buffer, plan): the rows of each local expert */
@@ -241,7 +251,7 @@ FAST(layer_expert_rows) {
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], false, &t, &plan)) return NULL;
     void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
     WITHOUT_LOCK(code = ep_layer_expert_rows(l, buffer, plan, stream, rows, &num));
-    if (code) return ep_raise(code);
+    if (code) return done_together(code);
     PyObject *list = PyList_New(num);
     for (uint32_t i = 0; list && i < num; i++) {
         PyObject *n = PyLong_FromLong(rows[i]);
@@ -276,7 +286,7 @@ FAST(layer_refuse) {
         !ep_get_stream(args[4], &stream))
         return NULL;
     WITHOUT_LOCK(code = ep_layer_refuse(l, buffer, op, why, stream));
-    return ep_done(code);
+    return done_together(code);
 }
 
 /* (layer, buffer, stream) */
@@ -288,7 +298,7 @@ FAST(layer_barrier) {
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_stream(args[2], &stream)) return NULL;
     WITHOUT_LOCK(code = ep_layer_barrier(l, buffer, stream));
-    return ep_done(code);
+    return done_together(code);
 }
 
 /* (layer, stream) */

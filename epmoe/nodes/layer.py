@@ -11,6 +11,7 @@ from ..autograd import check_mode
 from ..direct import requires_grad
 from ..errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
 from ..layer import EPAll2AllLayer
+from ..refusals import is_told, mark_told
 from . import fixed, meeting, ops, pipeline, plan, rows
 from .checks import Checks
 from .rail import RESERVE_SMS
@@ -103,6 +104,8 @@ class OverNodes(fixed.Fixed, Checks):
         if self._is_closed:
             raise EpClosed("this layer is finalized: create a new one")
         try:
+            if error is not None:
+                mark_told(error)
             self._settle(error)
             failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
             plan_number = 0 if layout is None else layout.number
@@ -119,7 +122,8 @@ class OverNodes(fixed.Fixed, Checks):
     def _refuse(self, op, error, buffer):
         """Report to all ranks that this one cannot take part in op, then raise the error."""
         try:
-            if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
+            # checkpointing needs no more of this forward
+            if not isinstance(error, _StopRecomputationError) and not is_told(error):
                 self._meet(meeting.OP_OF[op], error=error)
             raise error
         finally:
