@@ -30,6 +30,10 @@ def pick_device(device=None):
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device}: epmoe works on cpu and cuda")
+    if device.type == "cpu" and device.index is not None:
+        if device.index:
+            raise ValueError(f"device {device}: there is one CPU: leave the number out")
+        device = torch.device("cpu")  # as tensors name it
     return device
 
 
@@ -77,9 +81,24 @@ def allocator_of(device):
     return allocate
 
 
+def integer(name, value):
+    """Return a number as an int.  Raises TypeError for what is none, ValueError for one with a fraction."""
+    try:
+        number = int(value)
+    except TypeError:
+        raise TypeError(f"{name} {value!r}: must be an integer") from None
+    except (ValueError, OverflowError):  # a text, NaN, infinity
+        number = None
+    if number != value:
+        raise ValueError(f"{name} {value!r}: must be an integer")
+    return number
+
+
 def status_of(error):
     """Return the code with which this rank reports an exception to the other ranks."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    # torch has no class for a lack of memory on the CPU
+    is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    if is_of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return _C.ENOMEM
     return _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
 

@@ -7,7 +7,7 @@ import torch
 
 from . import _C, direct, ops
 from .autograd import check_mode
-from .device import allocator_of, pick_device, stream_of
+from .device import allocator_of, integer, pick_device, stream_of
 from .dispatch_fp8 import Fp8Dispatch
 from .heap import SymmetricHeap
 from .layer_calls import LayerCalls
@@ -130,27 +130,28 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
             self._check_heap(heap, device)
             self._check_group(rank, world_size, local_world_size)
             check_kinds(num_tot_experts, dtype, weight_dtype, combine_mode)
-            self.max_tokens = int(max_tokens)
-            self.hidden = int(hidden)
-            self.topk = int(topk)
-            self.num_experts = int(num_tot_experts)
+            self.max_tokens = integer("max_tokens", max_tokens)
+            self.hidden = integer("hidden", hidden)
+            self.topk = integer("topk", topk)
+            self.num_experts = integer("num_tot_experts", num_tot_experts)
             self.num_local_experts = self.num_experts // self.world_size
             self.dtype = dtype
             self.weight_dtype = weight_dtype
             self.rail_dtype = check_rail_dtype(rail_dtype, dtype)
             self.rail_capacity = check_rail_capacity(rail_capacity)
-            self.capacity = None if capacity is None else int(capacity)
+            self.capacity = None if capacity is None else integer("capacity", capacity)
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
             self._allocate, self._rooms = allocator_of(self.device), {}
-            self._num_blocks = max_blocks(self.device, int(reserve_sms))
+            reserve_sms = integer("reserve_sms", reserve_sms)
+            self._num_blocks = max_blocks(self.device, reserve_sms)
             self._check_options()
-            self._num_buffers = int(num_buffers)
+            self._num_buffers = integer("num_buffers", num_buffers)
             self._requested_num_sm = num_sm
             most_sms = default_num_sm(self.device, self.hidden * dtype.itemsize)
-            self._num_sm = most_sms if num_sm is None else int(num_sm)
+            self._num_sm = most_sms if num_sm is None else integer("num_sm", num_sm)
             mode = _C.COMBINE_LOCAL if enable_local_combine else MODES[combine_mode]
-            self._config = self._make_config(mode, int(reserve_sms))
+            self._config = self._make_config(mode, reserve_sms)
             num_bytes = _C.layer_bytes(self._config)
             if timeout_s is not None:
                 self.world.set_timeout(timeout_s)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from . import _C
 from .autograd import check_mode
-from .device import capabilities, pick_device, status_of, stream_of
+from .device import capabilities, integer, pick_device, status_of, stream_of
 from .gemm import check_activation, is_transposed
 from .heap import SymmetricHeap
 from .layout import EPLayout
@@ -188,11 +188,11 @@ class LayerParts(Shared):
 
     def _set_padding(self, expert_alignment, expert_capacity, host_counts):
         """Set how many rows an expert has beside those that arrive, and whether the host is told."""
-        self.expert_alignment = int(expert_alignment)
+        self.expert_alignment = integer("expert_alignment", expert_alignment)
         if self.expert_alignment < 1:
             raise ValueError(f"expert_alignment {expert_alignment}: must be at least 1")
         if expert_capacity is not None:
-            self.expert_capacity = int(expert_capacity)
+            self.expert_capacity = integer("expert_capacity", expert_capacity)
             if self.expert_capacity < 1:
                 raise ValueError(f"expert_capacity {expert_capacity}: must be at least 1 row")
             if self.capacity is not None:

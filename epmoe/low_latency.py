@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from . import _C
-from .device import allocator_of, pick_device, stream_of
+from .device import allocator_of, integer, pick_device, stream_of
 from .heap import SymmetricHeap
 from .layer_parts import DTYPES, max_blocks, refuse_layer, world_of
 from .low_latency_parts import BOTH, SEND, LowLatencyHandle, LowLatencyParts, PendingCall
@@ -100,20 +100,22 @@ class LowLatencyAll2All(LowLatencyParts):
             self._check_heap(heap, device)
             if dtype not in DTYPES:
                 raise TypeError(f"dtype {dtype}: must be float32, float16 or bfloat16")
-            self.max_tokens = int(max_tokens)
-            self.hidden = int(hidden)
-            self.topk = int(topk)
-            self.num_experts = int(num_experts)
+            self.max_tokens = integer("max_tokens", max_tokens)
+            self.hidden = integer("hidden", hidden)
+            self.topk = integer("topk", topk)
+            self.num_experts = integer("num_experts", num_experts)
             self.num_local_experts = self.num_experts // self.world_size
             self.dtype = dtype
             self.device = heap.device if heap is not None else pick_device(device)
-            most = max_blocks(self.device, int(reserve_sms))
-            self._num_buffers = int(num_buffers)
-            self._num_sm = (1 if self.device.type == "cpu" else most) if num_sm is None else int(num_sm)
+            reserve_sms = integer("reserve_sms", reserve_sms)
+            most = max_blocks(self.device, reserve_sms)
+            self._num_buffers = integer("num_buffers", num_buffers)
+            self._num_sm = (1 if self.device.type == "cpu" else most) if num_sm is None \
+                else integer("num_sm", num_sm)
             # A token has one row at an expert, so more rows than these cannot arrive.
             self._most_tokens = self.world_size * self.max_tokens
             self.capacity = self._most_tokens * min(self.topk, self.num_local_experts)
-            self._config = self._make_config(_C.LOW_LATENCY, int(reserve_sms))
+            self._config = self._make_config(_C.LOW_LATENCY, reserve_sms)
             num_bytes = _C.layer_bytes(self._config)
             if timeout_s is not None:
                 self.world.set_timeout(timeout_s)

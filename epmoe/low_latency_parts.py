@@ -1,6 +1,8 @@
 """What LowLatencyAll2All is made of: its handles, and how the arguments of the module are prepared."""
 
+import contextlib
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -80,6 +82,7 @@ class PendingCall:
     """A dispatch or combine whose rows have been sent.  dispatch_send and combine_send return it.
 
     Until recv, do not change the tensors that were passed: this rank's own rows are read from them by recv.
+    If the PendingCall is lost, the next call on its buffer receives, and drops what it has received.
 
     Examples:
         >>> import epmoe
@@ -118,12 +121,23 @@ class PendingCall:
             >>> y[0, 0].item()
             0.5
         """
-        if self._owner._pending[self._buffer] is not self:
+        under_way = self._owner._pending[self._buffer]
+        if under_way is None or under_way.pending() is not self:
             raise RuntimeError("this call has been received already: keep what the first recv returned")
         self._owner._pending[self._buffer] = None
         mark_written(self._written)
         self._call(self._owner._c, self._buffer, (*self._arguments, RECEIVE))
         return self._result
+
+
+class _UnderWay:
+    """A call whose rows have been sent.  Its owner keeps it: the caller may lose the PendingCall."""
+
+    __slots__ = ("pending", "call", "arguments")
+
+    def __init__(self, pending):
+        self.pending = weakref.ref(pending)
+        self.call, self.arguments = pending._call, pending._arguments
 
 
 class LowLatencyParts(LayerParts):
@@ -135,7 +149,13 @@ class LowLatencyParts(LayerParts):
     def _check_idle(self, op, buffer):
         if type(buffer) is not int or not 0 <= buffer < self._num_buffers:
             self._check_buffer(op, buffer)
-        if self._pending[buffer] is not None:
+        under_way = self._pending[buffer]
+        if under_way is not None and under_way.pending() is None:
+            # Nobody can receive it any more.  The peers have received, or do it here, too: so receive now.
+            self._pending[buffer] = None
+            with contextlib.suppress(Exception):  # an error of that call; one that ends the world comes again
+                under_way.call(self._c, buffer, (*under_way.arguments, RECEIVE))
+        elif under_way is not None:
             raise RuntimeError(f"a call is under way on buffer {buffer}: call recv() on what its send "
                                f"returned, or use another buffer")
 
@@ -162,7 +182,7 @@ class LowLatencyParts(LayerParts):
             shape = x.shape if isinstance(x, Tensor) else ()
             handle.num_tokens = shape[0] if shape else 0
             handle.buffer = buffer
-            if topk_weights is not None and topk_weights.dtype is not torch.float32:
+            if isinstance(topk_weights, Tensor) and topk_weights.dtype is not torch.float32:
                 topk_weights = cast(topk_weights, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_LL_DISPATCH, error, buffer)
@@ -186,7 +206,7 @@ class LowLatencyParts(LayerParts):
             self._check_handle(handle)
         if any(self._pending):
             words = handle._outputs[0]
-            if any(a is words for pending in self._pending if pending for a in pending._arguments):
+            if any(a is words for one in self._pending if one and one.pending() for a in one.arguments):
                 raise RuntimeError("out: a call that uses its handle is under way: call recv() first")
         if handle._key != (fp8, layout):
             raise ValueError(f"out is of a dispatch with fp8={handle._key[0]!r} and layout="
@@ -255,5 +275,6 @@ class LowLatencyParts(LayerParts):
         return (y, handle._outputs[0], out, LAYOUTS[handle.layout], fp8), out
 
     def _set_pending(self, buffer, call, arguments, result, written):
-        self._pending[buffer] = PendingCall(self, buffer, call, arguments, result, written)
-        return self._pending[buffer]
+        pending = PendingCall(self, buffer, call, arguments, result, written)
+        self._pending[buffer] = _UnderWay(pending)
+        return pending

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import decode as decoding, moe_fp8, moe_map
 from .activations import is_gated
 from .autograd import join_backward
+from .device import integer
 from .expert_map import ExpertMap, check_num_physical
 from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
@@ -149,10 +150,10 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             self._init_chunks(num_chunks, world, options)
             bias = bool(bias)
             halves = 1 + is_gated(activation)  # raises for an unknown activation
-            inner = int(inner)
+            inner = integer("inner", inner)
             if inner < 1:
                 raise ValueError(f"inner {inner}: must be positive")
-            num_experts = int(num_experts)
+            num_experts = integer("num_experts", num_experts)
             num_physical = check_num_physical(num_experts, (world or layer.world).size, num_physical)
             weight_dtype = moe_fp8.check_weight_dtype(weight_dtype, dtype, hidden, inner, activation)
             if weight_dtype == moe_fp8.E4M3 and self._has_other_gradients:

@@ -6,6 +6,7 @@ Errors have the names that the caller knows.
 import torch
 
 from .errors import EpMismatch
+from .refusals import check_plain
 
 _DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 
@@ -39,6 +40,7 @@ def flatten(name, t, size):
     if t.is_nested or t.layout is not torch.strided:
         raise ValueError(f"{name}: wanted a dense tensor, got one of layout "
                          f"{'nested' if t.is_nested else t.layout}")
+    check_plain(name, t)
     # a compiler cannot tell the other ranks: the layer checks it
     if t.dim() and torch.compiler.is_compiling():
         size = t.shape[-1]

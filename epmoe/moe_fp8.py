@@ -7,9 +7,11 @@ The weights are those of FP8 checkpoints: numbers of float8_e4m3fn, and a scale 
 import torch
 
 from .activations import gpt_oss_numbers, is_gated
+from .device import integer
 from .direct import requires_grad
 from .fp8 import quantize_fp8, quantize_fp8_weight
-from .gemm import FP8_BLOCK, grouped_gemm
+from .gemm import FP8_BLOCK, as_kernel, grouped_gemm
+from .refusals import check_plain
 
 E4M3 = torch.float8_e4m3fn
 WEIGHTS = ("gate_up_proj", "down_proj")  # the parameters that have scales
@@ -24,7 +26,7 @@ def check_weight_dtype(weight_dtype, dtype, hidden, inner, activation):
         raise TypeError(f"weight_dtype {weight_dtype}: must be torch.float8_e4m3fn, or None: dtype, {dtype}")
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype {dtype} with weights in FP8: must be torch.bfloat16 or torch.float16")
-    if int(hidden) % FP8_BLOCK:
+    if integer("hidden", hidden) % FP8_BLOCK:
         raise ValueError(f"hidden {hidden} with weights in FP8: must be a multiple of {FP8_BLOCK}")
     # a block of the first linear map may not have rows of both gates and ups
     if is_gated(activation) and not gpt_oss_numbers(activation) and inner % FP8_BLOCK:
@@ -45,8 +47,20 @@ def put(moe, name, i, numbers):
     getattr(moe, name + SCALE)[i] = scales[0]
 
 
+def _check_parameter(name, p, device):
+    if not isinstance(p, torch.Tensor):
+        raise TypeError(f"{name} of the module: wanted a tensor, got {type(p).__name__}")
+    check_plain(name, p)
+    if p.device != device:
+        raise ValueError(f"{name} is on {p.device}, but the module was created on {device}: move it back")
+
+
 def check_parameters(moe):
-    """Raise TypeError if the parameters of a module are not of the dtypes with which it was created."""
+    """Raise an error if the parameters of a module are not as created, or its activation is unknown."""
+    if not torch.compiler.is_compiling():
+        as_kernel(moe.activation)
+        for name in (*WEIGHTS, *(n + SCALE for n in WEIGHTS if moe.is_fp8)):
+            _check_parameter(name, getattr(moe, name), moe.layer.device)
     if moe.is_fp8 and not all(getattr(moe, name).dtype == E4M3
                               and getattr(moe, name + SCALE).dtype == torch.float32 for name in WEIGHTS):
         raise TypeError(f"the parameters are {moe.gate_up_proj.dtype} and their scales "

@@ -8,11 +8,19 @@ from torch import nn
 from . import _C, experts_ops, moe_fp8, moe_load, shards, torch_hooks
 from .expert_map import ExpertMap
 from .fused import EpAll2AllFusedOp
-from .gemm import grouped_gemm
+from .gemm import grouped_gemm, is_transposed
 from .moe_training import MoeTraining
 from .parallel_parts import check_ddp
 
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+
+
+def _check_strides(**weights):
+    """Check what the layer would refuse, too, but under another name."""
+    for name, t in weights.items():
+        if not (t.is_contiguous() or t.dim() == 3 and is_transposed(t)):
+            raise ValueError(f"{name} must be contiguous, or the view transpose(1, 2) of a contiguous "
+                             f"tensor: call contiguous() on it")
 
 
 class MoeParts(MoeTraining):
@@ -167,6 +175,8 @@ class MoeParts(MoeTraining):
             weights = self._weights() if weights is None else weights
             scales = [getattr(self, n + moe_fp8.SCALE) for n in moe_fp8.WEIGHTS] if self.is_fp8 else ()
             trains = experts_ops.trains(layer, x, topk_weights, *weights)
+            if isinstance(layer, EpAll2AllFusedOp) and not torch.compiler.is_compiling():
+                _check_strides(gate_up_proj=weights[0], down_proj=weights[2])
         except Exception as error:
             layer._refuse(_C.OP_PLAN, error, 0)
         if trains:

@@ -1,9 +1,9 @@
 """How an error of this rank reaches the other ranks, whatever raised it, and wherever in a call.
 
 A rank that raises before its operation begins would leave the others waiting.  So it refuses the operation
-that they are about to enter (LayerParts._refuse), once: an exception of which they know is marked.  The module
-marks those of its operations, _refuse_now those that it reports.  So blocks that report may be nested, and an
-outer one finds what none of the inner ones has seen.
+that they are about to enter (LayerParts._refuse), once: an exception of which they know is marked.  The
+module marks those of its operations, _refuse_now those that it reports.  So blocks that report may be nested,
+and an outer one finds what none of the inner ones has seen.
 
 Each way into the module is inside of such a block: the implementations of the operators and the backwards
 (reporting), and what a method does after its plan (reported_after_plan).
@@ -78,7 +78,7 @@ def check_plain(name, t):
 
     Where a compiler or a mode of torch sees the operators, such tensors are its own.
     """
-    if torch._C._dispatch_keys(t).raw_repr() & _PYTHON_KEY and not is_watched():
+    if not is_watched() and torch._C._dispatch_keys(t).raw_repr() & _PYTHON_KEY:
         kind = type(t).__name__
         advice = f"pass its part of this rank, {name}.to_local()" if hasattr(t, "to_local") else (
             "pass a torch.Tensor that has memory of its own")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import epmoe
+from call_cases import fake
 from cases import check_outcomes, generator, keep, outcome
 from pace import slowness
 
@@ -21,8 +22,8 @@ BAD = 1
 HERE = os.path.dirname(epmoe.__file__)
 NUM_TOKENS, HIDDEN, INNER, TOPK = 6, 128, 128, 2
 # What runs before a call or after its last operation, and what tells the other ranks.
-OUTSIDE = {"forward", "_refuse", "_refuse_now", "status_of", "is_watched", "layer_of", "unflatten", "_by_token",
-           "_set_last_layout", "cast", "sink_of", "_weigh", "row_dots"}
+OUTSIDE = {"forward", "_refuse", "_refuse_now", "status_of", "is_watched", "layer_of", "unflatten",
+           "_by_token", "_set_last_layout", "cast", "sink_of", "_weigh", "row_dots"}
 
 
 class Injected(Exception):
@@ -214,3 +215,90 @@ def test_errors_at_any_place(ranks, name, num_ranks):
         assert kinds == {"nothing"} or kinds == {"PeerError"} and own.kinds, (place, *map(str, others))
         check_outcomes(others, others[0].kind)
     assert num_raised > 5
+
+
+# ---- what torch's dispatcher would refuse, or take for something else ----
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as a DTensor."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:  # nn.Parameter calls it
+            return cls(args[0])
+        raise NotImplementedError("got mixed tensors")
+
+
+def change_parameter(change):
+    def apply(moe, arguments):
+        moe.down_proj = change(moe.down_proj.detach())
+
+    return apply
+
+
+def change_argument(at, change):
+    def apply(moe, arguments):
+        arguments[at] = change(arguments[at].detach())
+
+    return apply
+
+
+def change_activation(moe, arguments):
+    moe.activation = "nope"
+
+
+PLAIN = "no memory of its own"
+FOREIGN = {
+    "x-fake": (change_argument(0, fake), "TypeError", ("x", "FakeTensor", PLAIN)),
+    "x-wrapper": (change_argument(0, Wrapper), "Error", ()),
+    "idx-fake": (change_argument(1, fake), "TypeError", ("topk_idx", PLAIN)),
+    "weights-fake": (change_argument(2, fake), "TypeError", ("topk_weights", PLAIN)),
+    "down-wrapper": (change_parameter(lambda p: torch.nn.Parameter(Wrapper(p))), "TypeError",
+                     ("down_proj", "Wrapper", PLAIN)),
+    "down-meta": (change_parameter(lambda p: torch.nn.Parameter(p.to("meta"))), "ValueError",
+                  ("down_proj", "meta", "cpu")),
+    "down-none": (change_parameter(lambda p: None), "TypeError", ("down_proj", "NoneType")),
+    "down-strided": (change_parameter(lambda p: torch.nn.Parameter(p.repeat(1, 1, 2)[..., ::2])),
+                     "ValueError", ("down_proj", "contiguous")),
+    "activation": (change_activation, "ValueError", ("activation", "nope")),
+}
+
+
+def run_foreign(world, device, name, dtype, max_tokens):
+    torch.manual_seed(0)
+    moe = epmoe.EPMoE(HIDDEN, INNER, 2 * world.size, TOPK, world, dtype=dtype, device="cpu",
+                      max_tokens=max_tokens)
+    keep(world, moe)
+    want = moe(*tensors(world, dtype))
+    got = []
+    for with_grad in (True, False):
+        arguments, before, activation = list(tensors(world, dtype)), moe.down_proj, moe.activation
+        world.exchange(b"go")
+        if world.rank == BAD:
+            FOREIGN[name][0](moe, arguments)
+        with torch.set_grad_enabled(with_grad):
+            got.append(outcome(lambda: moe(*arguments)))
+        moe.down_proj, moe.activation = before, activation
+        again = moe(*tensors(world, dtype))
+    return got, torch.equal(again, want)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("max_tokens", [64, NUM_TOKENS], ids=["layer", "decode"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_errors_of_foreign_tensors(ranks, name, dtype, max_tokens):
+    _, error, texts = FOREIGN[name]
+    if name == "down-strided" and max_tokens == NUM_TOKENS:
+        return  # decoding takes it
+    results = ranks(run_foreign, name, dtype, max_tokens, world_size=3, timeout_s=60)
+    for outcomes in zip(*(got for got, _ in results)):
+        wanted = ["PeerError", outcomes[BAD].kind if error == "Error" else error, "PeerError"]
+        check_outcomes(outcomes, wanted, *texts, on_rank=BAD, elsewhere=(f"rank {BAD}",))
+        assert outcomes[BAD].kinds
+    assert all(is_right for _, is_right in results)

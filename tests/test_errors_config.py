@@ -15,7 +15,7 @@ WRONG = [
     ({"hidden": 7}, "ValueError", ("hidden 7", "16 bytes", "14")),
     ({"hidden": 12}, "ValueError", ("hidden 12", "24")),
     ({"hidden": 0}, "ValueError", ("hidden 0",)),
-    ({"hidden": -16}, "ValueError", ("-16",)),
+    ({"hidden": -16}, "ValueError", ("hidden -16: must be 1 to 1048576",)),
     ({"hidden": 1 << 21}, "ValueError", ("hidden 2097152", "1 to 1048576")),
     ({"topk": 33}, "ValueError", ("topk 33", "32")),
     ({"topk": 0}, "ValueError", ("topk 0",)),
@@ -35,7 +35,11 @@ WRONG = [
     ({"combine_mode": "pull"}, "ValueError", ("'pull'", "scatter", "gather")),
     ({"capacity": 0}, "ValueError", ("capacity 0",)),
     ({"capacity": 1 << 31}, "ValueError", (f"capacity {1 << 31}",)),
-    ({"capacity": -1}, "ValueError", ("capacity -1", "0 to 4294967295")),
+    ({"capacity": -1}, "ValueError", ("capacity -1: must be 1 to 2^31 - 1 rows",)),
+    ({"capacity": -(1 << 70)}, "ValueError", ("must be 1 to 2^31 - 1 rows",)),
+    ({"hidden": 32.5}, "ValueError", ("hidden 32.5: must be an integer",)),
+    ({"max_tokens": float("inf")}, "ValueError", ("max_tokens inf: must be an integer",)),
+    ({"topk": [2]}, "TypeError", ("topk [2]: must be an integer",)),
     ({"expert_alignment": 0}, "ValueError", ("expert_alignment 0", "at least 1")),
     ({"expert_alignment": "many"}, "ValueError", ("many",)),
     ({"expert_alignment": 1 << 30}, "ValueError", (f"expert_alignment {1 << 30}", "experts", "2^31")),
@@ -166,6 +170,9 @@ def test_errors_wrong_backend_in_environment(monkeypatch):
         epmoe.heap.pick_device()
     monkeypatch.setenv("EPMOE_BACKEND", "cpu")
     assert epmoe.heap.pick_device().type == "cpu"
+    assert epmoe.heap.pick_device("cpu:0") == torch.device("cpu")  # as tensors on it say
+    with pytest.raises(ValueError, match="cpu:1"):
+        epmoe.heap.pick_device("cpu:1")
     with pytest.raises(ValueError, match="EPMOE_BACKEND=cpu"):
         epmoe.heap.pick_device("cuda:0")
 

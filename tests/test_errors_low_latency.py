@@ -39,6 +39,7 @@ CASES = {
     "weights": (lambda a: {"topk_weights": a["topk_weights"][:, :1].contiguous()}, "ValueError",
                 "topk_weights"),
     "weight dtype": (lambda a: {"topk_weights": a["topk_idx"]}, "TypeError", "topk_weights"),
+    "weights in a list": (lambda a: {"topk_weights": a["topk_weights"].tolist()}, "TypeError", "list"),
     "fp8": (lambda a: {"fp8": "e5m2"}, "ValueError", "pow2"),
     "fp8 of a small hidden": (lambda a: {"fp8": "ue8m0"}, "ValueError", "512"),
     "layout": (lambda a: {"layout": "dense"}, "ValueError", "masked or compact"),
@@ -368,6 +369,52 @@ def test_errors_low_latency_halves(ranks):
     check_outcomes([r[0] for r in results], "RuntimeError", "under way")
     check_outcomes([r[1] for r in results], "RuntimeError", "already")
     check_call(SHAPE, GOOD, [r[2] for r in results])
+
+
+@pytest.mark.parametrize("is_lost_on_all", [False, True])
+def test_errors_low_latency_lost_call(ranks, is_lost_on_all):
+    """A call that is sent, and whose PendingCall is dropped, does not block its buffer."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        x, idx, weights = (t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size))
+        with torch.no_grad():
+            pending = a2a.dispatch_send(x, idx, weights)
+            if not is_lost_on_all and not on_last(world):
+                pending.recv()
+            del pending
+        results = [run_call(a2a, SHAPE, GOOD) for _ in range(3)]
+        a2a.synchronize()
+        a2a.finalize()
+        return results
+
+    results = ranks(run, at_least=2)
+    for i in range(3):
+        check_call(SHAPE, GOOD, [r[i] for r in results])
+
+
+@pytest.mark.cpu_only
+def test_errors_low_latency_without_memory(ranks):
+    """torch's error of the CPU's memory is no MemoryError, but the other ranks learn what it was."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        allocate = a2a._allocate
+        if on_last(world):
+            a2a._allocate = lambda *_: torch.empty(1 << 60, dtype=torch.uint8)
+            a2a._outputs.clear()
+        got = outcome(lambda: wrong(lambda a: {})(a2a))
+        a2a._allocate = allocate
+        a2a._outputs.clear()
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.finalize()
+        return got, result
+
+    results = ranks(run)
+    last = len(results) - 1
+    check_outcomes([r[0] for r in results], ["PeerError"] * last + ["RuntimeError"], "allocate", on_rank=last,
+                   elsewhere=(f"rank {last}", "no memory"))
+    check_call(SHAPE, GOOD, [r[1] for r in results])
 
 
 def test_errors_low_latency_receive_alone(ranks):

@@ -7,8 +7,9 @@ import torch
 
 import epmoe
 from epmoe import reference
-from epmoe.testing import run_threads
-from outcomes import outcome
+from epmoe.testing import run_ranks, run_threads
+from outcomes import check_outcomes, outcome
+from pace import HANG_S
 
 pytestmark = pytest.mark.cpu_only
 
@@ -104,3 +105,43 @@ def test_moe_is_made_by_all_ranks_or_by_none(monkeypatch, options, size):
     for rank, (got, is_right) in enumerate(results):
         assert is_right and (got.kind == "PeerError") == (rank != 1) and got.kinds, (rank, str(got))
         assert "rank 1" in got.text or rank == 1, got
+
+
+def test_moe_sizes_must_be_integers():
+    for sizes in ((32.5, 32, 2, 1), (32, 32.5, 2, 1), (32, 32, 2.5, 1)):
+        with pytest.raises(ValueError, match="must be an integer"):
+            epmoe.EPMoE(*sizes, device="cpu")
+    moe = epmoe.EPMoE(32.0, 32, 2, 1, device="cpu:0")
+    y = moe(torch.ones(1, 32, dtype=torch.bfloat16), torch.tensor([[0]]), torch.ones(1, 1))
+    assert y.shape == (1, 32)
+    moe.finalize()
+
+
+def pass_a_dtensor(rank, world_size):
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    got = []
+    for dtype in (torch.float32, torch.bfloat16):
+        moe = epmoe.EPMoE(16, 32, 4, 2, max_tokens=512, dtype=dtype, device="cpu")
+        good = torch.randn(4, 16, dtype=dtype), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+        for at in range(3):
+            given = list(good)
+            if rank == 1:
+                given[at] = DTensor.from_local(good[at], mesh, [Shard(0)], run_check=False)
+            got.append(outcome(lambda: moe(*given)))
+        got.append(outcome(lambda: moe(*good)))
+        moe.finalize()
+    return got
+
+
+def test_moe_refuses_a_dtensor():
+    """On one rank only.  Its error says to_local()."""
+    peer, wrong = run_ranks(pass_a_dtensor, 2, timeout_s=HANG_S)
+    for i in range(8):
+        if i % 4 == 3:
+            assert peer[i].kinds == wrong[i].kinds == ()
+            continue
+        name = ("x", "topk_idx", "topk_weights")[i % 4]
+        check_outcomes([peer[i], wrong[i]], ["PeerError", "TypeError"], f"{name}.to_local()", on_rank=1,
+                       elsewhere=("rank 1",), within_s=5)

@@ -1,7 +1,7 @@
 /* module_args.c - errors of the library as Python exceptions, and arguments as C values.
  *
- * Exports ep_raise, ep_done, ep_mark_told, ep_pending_code, the ep_get_* functions for numbers, bytes, objects and streams,
- * and ep_args_methods. Process-wide state: the exception classes. */
+ * Exports ep_raise, ep_done, ep_mark_told, ep_pending_code, the ep_get_* functions for numbers, bytes,
+ * objects and streams, and ep_args_methods. Process-wide state: the exception classes. */
 #include <string.h>
 
 #include "python/module.h"

@@ -7,6 +7,7 @@
 #include "python/module.h"
 
 #include <stddef.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "layer/test_hooks.h"
@@ -39,23 +40,42 @@ static const struct {
 enum { NUM_CONFIG_FIELDS = sizeof config_fields / sizeof config_fields[0] };
 _Static_assert(sizeof(EpLayerConfig) == NUM_CONFIG_FIELDS * sizeof(uint32_t), "the list has every field");
 
+/* Set the exception for a number that is not a uint32_t. Its range is that of the field, so ask the check of
+ * the configuration what it says of the nearest number, whose place in the text the number takes. */
+static void wrong_number(const char *name, PyObject *value, const EpLayerConfig *c, uint32_t nearest) {
+    char start[64];
+    uint64_t num_bytes;
+    int n = snprintf(start, sizeof start, "%s %u:", name, nearest);
+    const bool is_named = ep_layer_check_config(c, &num_bytes) && !strncmp(ep_error_text(), start, (size_t)n);
+    if (is_named) PyErr_Format(PyExc_ValueError, "%s %R:%s", name, value, ep_error_text() + n);
+    else PyErr_Format(PyExc_ValueError, "%s %R: must be 0 to 4294967295", name, value);
+}
+
 static bool get_config(PyObject *o, EpLayerConfig *c) {
     if (!PyTuple_Check(o) || PyTuple_Size(o) != NUM_CONFIG_FIELDS)
         return PyErr_Format(PyExc_TypeError, "wanted a configuration, a tuple of %d numbers, got %R",
                             NUM_CONFIG_FIELDS, o),
                false;
+    Py_ssize_t wrong = NUM_CONFIG_FIELDS; /* the first field whose number does not fit */
+    uint32_t nearest = 0;
     for (Py_ssize_t i = 0; i < NUM_CONFIG_FIELDS; i++) {
         PyObject *value = PyTuple_GetItem(o, i);
         uint32_t number;
-        if (ep_get_u32(value, &number)) {
-            memcpy((char *)c + config_fields[i].off, &number, sizeof number);
-            continue;
+        if (!ep_get_u32(value, &number)) {
+            if (!PyLong_Check(value)) return false;
+            PyErr_Clear();
+            number = PyLong_AsLong(value) < 0 && !PyErr_Occurred() ? 0 : UINT32_MAX;
+            PyErr_Clear();
+            if (wrong == NUM_CONFIG_FIELDS) {
+                wrong = i;
+                nearest = number;
+            }
         }
-        if (PyLong_Check(value))
-            PyErr_Format(PyExc_ValueError, "%s %R: must be 0 to 4294967295", config_fields[i].name, value);
-        return false;
+        memcpy((char *)c + config_fields[i].off, &number, sizeof number);
     }
-    return true;
+    if (wrong == NUM_CONFIG_FIELDS) return true;
+    wrong_number(config_fields[wrong].name, PyTuple_GetItem(o, wrong), c, nearest);
+    return false;
 }
 
 FAST(layer_bytes) {

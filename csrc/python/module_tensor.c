@@ -99,7 +99,8 @@ bool ep_get_own_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTenso
     if (!d.data && !is_empty)
         return PyErr_Format(
                    PyExc_ValueError,
-                   "the tensor has no memory of its own, as a meta or fake tensor: pass a tensor with data"),
+                   "the tensor has no memory of its own, as a meta tensor, a fake tensor or a DTensor: pass "
+                   "a tensor with data, for example to_local() of a DTensor"),
                false;
     *out = t;
     return true;

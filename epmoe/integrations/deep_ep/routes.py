@@ -16,6 +16,7 @@ from ...gemm import aligned
 from ...layer import EPAll2AllLayer
 from ...layer_parts import refuse_layer
 from ...layout import EPLayout
+from ...refusals import reporting
 
 
 class Routes:
@@ -95,9 +96,10 @@ class Plan:
         adds up its rows first, the ranks follow in the order of the last choices at them.
         """
         layer = self.routes.layer(rows.dtype, rows.shape[1])
-        biases = [aligned(b.contiguous()) for b in biases]
-        return layer._combine(aligned(rows), None, scalar, self.layout.plan, self.layout.recv, 0,
-                              self.num_tokens, biases=(*biases, None, None)[:2], by_choice=True)
+        with reporting(layer, _C.OP_COMBINE, 0, self.layout.plan):
+            biases = [aligned(b.contiguous()) for b in biases]
+            return layer._combine(aligned(rows), None, scalar, self.layout.plan, self.layout.recv, 0,
+                                  self.num_tokens, biases=(*biases, None, None)[:2], by_choice=True)
 
     def tensors(self):
         return self.layout.plan, self.layout.recv
