@@ -206,15 +206,17 @@ def _to_first(world, t):
     raw = t.reshape(-1).view(torch.uint8)
     if world.group is None:
         parts = exchanged(world, raw.cpu())
-    elif world.rank:
+        return [] if world.rank else [p.view(t.dtype).view(t.shape) for p in parts]
+    if "cpu:" in dist.get_backend_config(world.group):  # gloo ends the process that sends from a GPU
+        raw = raw.cpu()
+    if world.rank:
         dist.send(raw, dist.get_global_rank(world.group, 0), world.group)
         return []
-    else:
-        parts, piece = [raw.cpu()], torch.empty_like(raw)
-        for rank in range(1, world.size):
-            dist.recv(piece, dist.get_global_rank(world.group, rank), world.group)
-            parts.append(piece.to("cpu", copy=True))
-    return [] if world.rank else [p.view(t.dtype).view(t.shape) for p in parts]
+    parts, piece = [raw.cpu()], torch.empty_like(raw)
+    for rank in range(1, world.size):
+        dist.recv(piece, dist.get_global_rank(world.group, rank), world.group)
+        parts.append(piece.to("cpu", copy=True))
+    return [p.view(t.dtype).view(t.shape) for p in parts]
 
 
 def whole_state_dict(model):
