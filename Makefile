@@ -14,7 +14,8 @@
 # make tsan       the C tests with ThreadSanitizer
 # make models     check the models of the protocol with spin
 # make soak       long runs, tens of minutes: a million operations with random delays, 200,000 routings,
-#                 repeated creation and closing, leaks, killed ranks, wrong calls, and hostile peers
+#                 10,000 programs of several threads, repeated creation and closing, leaks, killed ranks,
+#                 wrong calls, and hostile peers
 # make gpu        all tests that need GPUs, with a table at the end; ARGS=... goes to tests/on_gpus.py
 # make cuda       build with nvcc, and check the machine code of the kernels for sm_90a
 # make emulated   execute the kernels with CPU threads
@@ -195,6 +196,7 @@ soak: build
 	$(PYTHON) tests/faults.py --device cpu --kills 200
 	PYTHONPATH=.:tests $(PYTHON) tests/faults_nodes.py
 	$(PYTHON) tests/fuzz_module.py
+	$(PYTHON) tests/stress_programs.py --programs 10000
 	$(PYTHON) tests/c/run_c_tests.py --hostile 1000000
 	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(max(4, torch.cuda.device_count()) if _C.HAS_CUDA and torch.cuda.device_count() else 0)'); if [ $$n -gt 0 ]; then \
 	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/fuzz_routing.py --device cuda --cases 2000; \

@@ -46,6 +46,8 @@ KINDS = {
     "ops-cuda": ([*PYTHON, "tests/soak.py", "ops", *THREADS], "-n", 100000, r"(\d+), every sum right"),
     "cycles": ([*PYTHON, "tests/soak.py", "cycles"], "-n", 10000, r"(\d+), \d+ a second"),
     "cycles-cuda": ([*TORCHRUN, "4", "tests/soak.py", "cycles"], "-n", 200, r"(\d+), \d+ a second"),
+    "programs": ([*PYTHON, "tests/stress_programs.py"], "--programs", 2000,
+                 r"(\d+) programs, .*no difference"),
     "kills": ([*PYTHON, "tests/faults.py", "--device", "cpu"], "--kills", 100, r"(\d+), \d+ survivors"),
     "kills-cuda": ([*PYTHON, "tests/faults.py", "--device", "cuda", "--ranks", "4"], "--kills", 10,
                    r"(\d+), \d+ survivors"),
