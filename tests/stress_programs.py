@@ -25,7 +25,8 @@ In other programs something is wrong:
 - "ended": a thread of each rank ends the shared layer, while other threads use it. Where a rank has begun a
   call that another rank begins too late, it may wait for the limit, and the world ends. Each call has the
   right result or raises an error; as long as the world lives, only calls on that layer may raise one.
-- "refused": in one call, one rank differs: an argument is wrong, or differs in a way that the ranks compare.
+- "refused": in one call, one rank differs: an argument is wrong, or differs in a way that the ranks compare,
+  or this rank exchanges bytes where the others create, allocate, free or end.
   All ranks must raise an error in this call, soon, and none that ends the world. All other calls must have
   the right results.
 - "lost": one rank gets out of step: a call is missing, one too many or another one, an object is closed too
@@ -74,11 +75,12 @@ REFUSED = {
     "step": ("dtype", "shape", "too_many", "index", "list", "rows", "no_weight", "gradient", "None"),
     "ll_step": ("dtype", "shape", "too_many", "index", "list", "rows", "weights_list", "weights_long"),
     "moe_step": ("dtype", "shape", "too_many", "index", "list", "integer_weights", "gradient", "None",
-                 "meta"),
-    "malloc": ("size", "dtype", "shape", "alignment"),
-    "free": ("foreign", "type"),
-    "exchange": ("size", "long", "type"),
-    "create": ("argument", "size", "dtype"),
+                 "meta", "no_parameter", "other_call"),
+    "malloc": ("size", "dtype", "shape", "alignment", "other_call"),
+    "free": ("foreign", "type", "other_call"),
+    "exchange": ("size", "long", "type", "other_call"),
+    "create": ("argument", "size", "dtype", "other_call"),
+    "finalize": ("other_call",),
 }
 
 
@@ -239,9 +241,11 @@ class Maker:
             c = r.choice(candidates)
             hows = list(REFUSED[c.kind])
             if c.kind == "create":
-                hows = ["size"] if c.args["what"] == "heap" else hows
+                hows = ["size", "other_call"] if c.args["what"] == "heap" else hows
             if c.kind == "moe_step" and not c.args["backward"]:
                 hows.remove("gradient")
+            if not c.turn:  # operations of buffers do not meet an exchange
+                hows = [how for how in hows if how != "other_call"]
             p.wrong_call, p.wrong_how = c.number, r.choice(hows)
             return
         c = r.choice(p.calls)
@@ -415,6 +419,8 @@ class Run:
 
     def make_call(self, c):
         how = self.p.wrong_how if (c.number, self.rank) == (self.p.wrong_call, self.p.wrong_rank) else None
+        if how == "other_call":
+            return self.world.exchange(bytes(500))
         if how is None or self.p.wrong == "refused":
             return getattr(self, c.kind)(c, how)
         if how == "stop":
@@ -621,7 +627,11 @@ class Run:
         with torch.set_grad_enabled(backward):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.requires_grad_(backward and how != "gradient")
-            out = moe(x, idx, w)
+            kept, moe.down_proj = moe.down_proj, None if how == "no_parameter" else moe.down_proj
+            try:
+                out = moe(x, idx, w)
+            finally:
+                moe.down_proj = kept
         x0, gy = inputs.x[self.rank].float(), inputs.gy[self.rank]
         factor = inputs.factor(self.rank, lambda e: (1 + e % 2) ** 2)
         same(out.detach(), (factor * x0 * x0).to(out.dtype), "y")
