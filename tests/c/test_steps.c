@@ -42,7 +42,7 @@ static bool steps_of_mode(EpCombineMode mode) {
                              dtype,
                              mode,
                              0};
-            EpLayerConfig config = {shape, 2, num_sm, 0, 0, 0, 0};
+            EpLayerConfig config = {shape, 2, num_sm, 0, 0, 0, 0, 0};
             TRY(run_cases(&config, steps_body, scaled(40), 0, seed, 0));
         }
     return true;
