@@ -16,6 +16,7 @@ from cases import (
     outcome, run_routing,
 )
 from epmoe import _C
+from epmoe.refusals import reporting
 
 BAD = 1  # the rank that makes a mistake
 CASE = Case(num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full", weights=True)
@@ -57,7 +58,8 @@ def test_errors_keep_no_variables_of_callers(ranks):
 
         def dispatch():
             if world.rank == 0:  # what a dispatch does that has no memory
-                layer._refuse_dispatch(_C.OP_DISPATCH, MemoryError("no memory"), planned)
+                with reporting(layer, _C.OP_DISPATCH, planned.buffer, planned.plan):
+                    raise MemoryError("no memory")
             layer.dispatch(x, layout=planned)
             layer.synchronize()  # on a GPU the error may come only here
 

@@ -42,7 +42,8 @@ MISTAKES = {
     # Tensors whose memory does not hold their values, or that have no memory.
     "input-negative-view": Mistake(
         lambda s: dispatch(s, input=negative(s.x)), dispatch, "ValueError", ("resolve_neg",)),
-    "input-fake": Mistake(lambda s: dispatch(s, input=fake(s.x)), dispatch, "ValueError"),
+    "input-fake": Mistake(
+        lambda s: dispatch(s, input=fake(s.x)), dispatch, "TypeError", ("input", "FakeTensor")),
     "input-nested": Mistake(
         lambda s: dispatch(s, input=torch.nested.nested_tensor([s.x])), dispatch, "ValueError",
         ("input", "nested")),
@@ -50,7 +51,8 @@ MISTAKES = {
         lambda s: dispatch(s, weight=negative(s.weight)), dispatch, "ValueError", ("resolve_neg",)),
     "indices-negative-view": Mistake(
         lambda s: dispatch(s, exp_indices=negative(s.idx)), dispatch, "ValueError", ("resolve_neg",)),
-    "indices-fake": Mistake(lambda s: plan(s, fake(s.idx)), plan, "ValueError"),
+    "indices-fake": Mistake(
+        lambda s: plan(s, fake(s.idx)), plan, "TypeError", ("exp_indices", "FakeTensor")),
     "scatter-negative-view": Mistake(
         lambda s: plan(s, s.idx, negative(s.layout.token_dst_scatter_idx)), plan, "ValueError",
         ("resolve_neg",)),
