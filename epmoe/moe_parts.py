@@ -123,7 +123,7 @@ class MoeParts(MoeTraining):
                                "requires_grad_(False), or call set_expert_map(None) first")
 
     def _register(self):
-        if self.layer.world_size > 1 or self.expert_map is not None:
+        if self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients:
             shards.register(self)
             torch_hooks.install()
 

@@ -34,7 +34,7 @@ def is_spread(world):
 
 
 def register(moe):
-    """Let this file know a module whose parameters are not simply all experts."""
+    """Let this file know a module whose parameters are not simply all experts, or that FSDP may not shard."""
     with _lock:
         _modules.add(moe)
 
