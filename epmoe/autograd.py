@@ -98,7 +98,10 @@ def join_backward(x, weight, *parameters):
     The backward sends the gradients of rows back to the ranks of their tokens only if x or weight requires a
     gradient.  That may differ between the ranks, for example where one has no tokens.  So x takes part
     wherever a parameter requires a gradient, which all ranks have alike.  A parameter may be None.
+
+    Raises NotImplementedError as check_mode, before torch does it for _Joined in other words.
     """
     if requires_grad(x, weight) or not requires_grad(*parameters):
         return x
+    check_mode(x, weight)
     return _Joined.apply(x, _wants)

@@ -439,14 +439,14 @@ class EPMoE(MoeParts, Chunks, nn.Module):
                 topk_idx = self.expert_map.physical(topk_idx, self.layer.rank)
             if path is not None:
                 self.last_layout = None
+            elif torch.compiler.is_compiling() and tokens.shape[1] != self.layer.hidden:
+                tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced
+            else:
+                tokens = join_backward(tokens, topk_weights, *self.parameters())
         except Exception as error:
             self._refuse(error, path)
         if path is not None:
             return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
-        if torch.compiler.is_compiling() and tokens.shape[1] != self.layer.hidden:
-            tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced
-        else:
-            tokens = join_backward(tokens, topk_weights, *self.parameters())
         y, layout = self.layer._apply(self, tokens, topk_idx, topk_weights)
         self._set_last_layout(layout)
         return unflatten(y, x.shape)

@@ -21,9 +21,10 @@ from pace import slowness
 BAD = 1
 HERE = os.path.dirname(epmoe.__file__)
 NUM_TOKENS, HIDDEN, INNER, TOPK = 6, 128, 128, 2
-# What runs before a call or after its last operation, and what tells the other ranks.
+# What runs before a call or after its last operation, what tells the other ranks, and what only looks at
+# flags of torch, to learn which operation is next (path_of, is_traced).
 OUTSIDE = {"forward", "_refuse", "_refuse_now", "status_of", "is_watched", "layer_of", "unflatten",
-           "_by_token", "_set_last_layout", "cast", "sink_of", "_weigh", "row_dots"}
+           "_by_token", "_set_last_layout", "cast", "sink_of", "_weigh", "row_dots", "path_of", "is_traced"}
 
 
 class Injected(Exception):

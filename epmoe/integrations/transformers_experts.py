@@ -211,12 +211,16 @@ def compute(experts, layer, x, idx, weight):
     Others, and norms after each expert, are transformers' own code on the rows of this rank.  A training step
     in 16 bits runs torch.ops.epmoe.experts, as EPMoE does, unless the weights are transposed.
     """
-    (up, up_bias), (down, down_bias) = up_and_down(experts)
-    activation = activation_of(experts)
-    has_norm = has_post_norm(experts)
-    weights = up, up_bias, down, down_bias
-    x = join_backward(x, weight, *weights)
-    if activation is not None and not has_norm and experts_ops.trains(layer, x, weight, *weights):
+    try:
+        (up, up_bias), (down, down_bias) = up_and_down(experts)
+        activation = activation_of(experts)
+        has_norm = has_post_norm(experts)
+        weights = up, up_bias, down, down_bias
+        x = join_backward(x, weight, *weights)
+        trains = activation is not None and not has_norm and experts_ops.trains(layer, x, weight, *weights)
+    except Exception as error:
+        layer._refuse(_C.OP_PLAN, error, 0)
+    if trains:
         return experts_ops.run(layer, x, idx, weight, weights, activation)[0]
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
                                                            bias=up_bias, activation=activation)
