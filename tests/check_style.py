@@ -2,9 +2,8 @@
 
     python tests/check_style.py [folder of the repository]
 
-Rules: sizes, parameter lists, chains of assignments; circles of includes, of calls between C sources, and of
-imports. The script prints each fault as "file:line: what is wrong", then what is excepted. It exits with 1 if
-there was a fault.
+Rules: columns, chains of assignments; circles of includes, of calls between C sources, and of imports. The
+script prints each fault as "file:line: what is wrong". It exits with 1 if there was a fault.
 """
 
 import ast
@@ -14,34 +13,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 MAX_COLUMNS = 110
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60  # without the docstring
-MAX_PARAMETERS = 12
 
 FOLDERS = ("csrc", "epmoe", "tests", "examples")
 C_SUFFIXES = {".c", ".h", ".cu", ".cuh", ".cpp"}
 PYTHON_SUFFIXES = {".py", ".pyi"}
 
-# Files that may be long, each with its reason. tests/models/*.pml is not read at all.
-LONG_FILES = {}
-
-# Functions that may have more parameters, as file:name, each with its reason.
-SEED = "a public signature that epmoe keeps compatible"
-LONG_PARAMETER_LISTS = {
-    "epmoe/fused.py:__init__": SEED,
-    "epmoe/integrations/deep_ep/buffer.py:dispatch": SEED,
-    "epmoe/integrations/deep_ep/elastic.py:__init__": SEED,
-    "epmoe/integrations/deep_ep/elastic.py:dispatch": SEED,
-    "epmoe/layer.py:__init__": SEED,
-}
-
 
 class Fault(NamedTuple):
-    rule: str  # columns, file, function, parameters, chain, include, call, import, braces
+    rule: str  # columns, chain, include, call, import, braces
     path: str
     line: int
     text: str
-    name: str = ""
 
     def __str__(self):
         return f"{self.path}:{self.line}: {self.text}"
@@ -58,10 +40,8 @@ def without_comments(text):
     return re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", blank, text, flags=re.M)
 
 
-def parameters_of(head):
-    """The name of the function that a head such as "static int f(int a, int b)" declares, and how many
-    parameters.
-    """
+def declared_name(head):
+    """The name of the function that a head such as "static int f(int a, int b)" declares."""
     found = None
     depth = 0
     for i, c in enumerate(head):
@@ -73,15 +53,10 @@ def parameters_of(head):
             depth -= 1
             name = re.search(r"([\w~]+)\s*$", head[:start])
             if depth == 0 and name and not re.fullmatch(r"__\w+__|alignas|noexcept", name[1]):
-                found = name[1], head[start + 1:i]
+                found = name[1]
         elif c == ":" and depth == 0 and found and "::" not in head[i - 1:i + 2]:
             break  # the list of initialisers of a C++ constructor
-    if found is None:
-        return None
-    name, inside = found
-    while (shorter := re.sub(r"\([^()]*\)|<[^<>()]*>|\{[^{}]*\}|\[[^\[\]]*\]", "", inside)) != inside:
-        inside = shorter
-    return name, 0 if inside.strip() in ("", "void") else inside.count(",") + 1
+    return found
 
 
 CHAIN = object()
@@ -94,14 +69,14 @@ def opened(inside, head):
 
 
 def c_functions(text):
-    """(name, first line, number of lines, parameters) of the functions of cleaned C; 0 lines for a prototype.
+    """(name, first line, whether it has a body) of the functions of cleaned C.
 
     A chain of assignments yields CHAIN as the name, braces that do not match yield None.
 
     A brace after struct, union, class, namespace or extern opens a scope that may hold functions. A brace
     after "=" opens a list. Any other brace after a pair of parentheses opens the body of a function.
     """
-    scopes = []  # what each open brace is: "scope", "list" or a function's (name, line, parameters)
+    scopes = []  # what each open brace is: "scope", "list" or a function's (name, line)
     start = 0
     line = 1
     for i, c in enumerate(text):
@@ -111,26 +86,26 @@ def c_functions(text):
         inside = next((s for s in scopes if s != "scope"), None)
         head = text[start:i]
         top = re.sub(r"\([^()]*(?:\([^()]*(?:\([^()]*\)[^()]*)*\)[^()]*)*\)", "()", head)
-        declared = None if inside or re.search(r"[^=!<>]=[^=]|\btypedef\b", top) else parameters_of(head)
+        declared = None if inside or re.search(r"[^=!<>]=[^=]|\btypedef\b", top) else declared_name(head)
         first = line - head.lstrip().count("\n")
         if c == "{":
             is_scope = re.search(r"\b(struct|union|class|enum|namespace|extern)\b", top) and "()" not in top
             scopes.append(opened(inside, head) if inside else "scope" if is_scope or not declared
-                          else (declared[0], first, declared[1]))
+                          else (declared, first))
         elif c == "}":
             if not scopes:
-                yield None, line, 0, 0
+                yield None, line, False
                 return
             closed = scopes.pop()
             if isinstance(closed, tuple):
-                yield closed[0], closed[1], line - closed[1] + 1, closed[2]
+                yield *closed, True
         elif inside and "list" not in scopes and is_chain(head):
-            yield CHAIN, line - head.lstrip().count("\n"), 0, 0
+            yield CHAIN, line - head.lstrip().count("\n"), False
         elif declared:
-            yield declared[0], first, 0, declared[1]
+            yield declared, first, False
         start = i + 1
     if scopes:
-        yield None, line, 0, 0
+        yield None, line, False
 
 
 # The start of an assignment such as "a = 1", "b->c += 2" or "d[i] = 3"; the type of a declaration may precede
@@ -148,37 +123,14 @@ def is_chain(head):
                                     if ASSIGNMENT.match(p)]) > 1 and bool(ASSIGNMENT.match(parts[0]))
 
 
-def python_faults(path, text):
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        a = node.args
-        names = [x.arg for x in a.posonlyargs + a.args + a.kwonlyargs if x.arg not in ("self", "cls")]
-        count = len(names) + (a.vararg is not None) + (a.kwarg is not None)
-        lines = node.end_lineno - node.lineno + 1
-        if ast.get_docstring(node) is not None:
-            lines -= node.body[0].end_lineno - node.body[0].lineno + 1
-        yield from size_faults(path, node.name, node.lineno, lines, count)
-
-
-def size_faults(path, name, line, lines, parameters):
-    if lines > MAX_FUNCTION_LINES:
-        yield Fault("function", path, line, f"{name} has {lines} lines, at most {MAX_FUNCTION_LINES}", name)
-    if parameters > MAX_PARAMETERS:
-        yield Fault("parameters", path, line, f"{name} has {parameters} parameters, at most {MAX_PARAMETERS}",
-                    name)
-
-
 def c_faults(path, text):
     clean = without_comments(text)
-    for name, line, lines, parameters in c_functions(clean):
+    for name, line, _ in c_functions(clean):
         if name is None:
             yield Fault("braces", path, line,
                         "the braces do not match; this script reads no #if with half a block")
         elif name is CHAIN:
             yield Fault("chain", path, line, "a comma joins two assignments; write one assignment a line")
-        else:
-            yield from size_faults(path, name, line, lines, parameters)
 
 
 def circle_faults(rule, what, edges):
@@ -221,7 +173,7 @@ def calls(texts):
              if path.startswith("csrc/") and Path(path).suffix in (".c", ".cu")}
     home = {}
     for path, text in clean.items():
-        functions = [name for name, _, lines, _ in c_functions(text) if lines and isinstance(name, str)]
+        functions = [name for name, _, has_body in c_functions(text) if has_body and isinstance(name, str)]
         tables = re.findall(r"^(?!static\b)[\w ]+\b(ep_\w+)(?:\[\])? = \{", text, flags=re.M)
         home |= {name: path for name in (*functions, *tables) if name.startswith("ep_")}
     return {path: sorted({home[n] for n in re.findall(r"\bep_\w+", text) if n in home} - {path})
@@ -257,36 +209,18 @@ def all_faults(root):
         for i, line in enumerate(lines, 1):
             if len(line) > MAX_COLUMNS:
                 yield Fault("columns", path, i, f"{len(line)} columns, at most {MAX_COLUMNS}")
-        if len(lines) > MAX_FILE_LINES:
-            yield Fault("file", path, 1, f"{len(lines)} lines, at most {MAX_FILE_LINES}")
-        yield from (c_faults if Path(path).suffix in C_SUFFIXES else python_faults)(path, text)
+        if Path(path).suffix in C_SUFFIXES:
+            yield from c_faults(path, text)
     yield from circle_faults("include", "includes", includes(root, texts))
     yield from circle_faults("call", "calls", calls(texts))
     yield from circle_faults("import", "imports", imports(texts))
 
 
-def reason_for(fault):
-    if fault.rule == "file":
-        return LONG_FILES.get(fault.path)
-    if fault.rule == "parameters":
-        return LONG_PARAMETER_LISTS.get(f"{fault.path}:{fault.name}")
-    return None
-
-
-def check(root):
-    """(faults, exceptions): both are texts to print."""
-    found = list(all_faults(root))
-    excepted = [f"{f} ({reason_for(f)})" for f in found if reason_for(f)]
-    return [str(f) for f in found if not reason_for(f)], excepted
-
-
 def main():
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
-    faults, excepted = check(root)
+    faults = list(all_faults(root))
     for fault in faults:
         print(fault)
-    for exception in excepted:
-        print("style: excepted:", exception)
     print(f"style: {len(faults)} faults" if faults else "style: ok")
     return 1 if faults else 0
 

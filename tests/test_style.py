@@ -12,12 +12,6 @@ GOOD = """int f(int a) {
 """
 FAULTS = {
     "columns": {"epmoe/a.py": "x = 1  # " + "y" * 110},
-    "file": {"tests/a.py": "x = 1\n" * 401},
-    "function-c": {"csrc/a.c": "int f(void) {\n" + "    g();\n" * 60 + "}\n"},
-    "function-python": {"epmoe/a.py": "def f():\n" + "    g()\n" * 60},
-    "parameters-c": {"csrc/a.h": "int f(" + ",\n".join(f"int a{i}" for i in range(13)) + ");\n"},
-    "parameters-cuda": {"csrc/a.cuh": "__global__ void f(" + ", ".join(["int"] * 13) + ") {}\n"},
-    "parameters-python": {"epmoe/a.pyi": "def f(" + ", ".join(f"a{i}" for i in range(13)) + "): ...\n"},
     "chain": {"csrc/a.c": "int f(int a) {\n    a = 1, b->c[a] = 2;\n}\n"},
     "include": {"csrc/a.h": '#include "b.h"\n', "csrc/b.h": '#include "a.h"\n'},
     "call": {"csrc/a.c": "int ep_a(void) {\n    return ep_b();\n}\n",
@@ -30,19 +24,18 @@ FAULTS = {
 
 
 def faults_of(root, files):
-    """Write files, {path: text}. Returns (all faults, texts of reported faults, texts of exceptions)."""
+    """Write files, {path: text}. Returns all faults."""
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
-    return list(check_style.all_faults(root)), *check_style.check(root)
+    return list(check_style.all_faults(root))
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_style_check_finds(tmp_path, kind):
-    faults, reported, _ = faults_of(tmp_path, {"csrc/good.c": GOOD, **FAULTS[kind]})
-    assert [f.rule for f in faults] == [kind.split("-")[0]] and len(reported) == 1
+    faults = faults_of(tmp_path, {"csrc/good.c": GOOD, **FAULTS[kind]})
+    assert [f.rule for f in faults] == [kind.split("-")[0]]
 
 
 def test_style_check_accepts_good_files(tmp_path):
-    docstring = "def f():\n    '''\n" + "    text\n" * 70 + "    '''\n"
-    assert faults_of(tmp_path, {"csrc/a.c": GOOD, "epmoe/a.py": docstring}) == ([], [], [])
+    assert faults_of(tmp_path, {"csrc/a.c": GOOD, "epmoe/a.py": "def f():\n    return 1\n"}) == []
