@@ -37,7 +37,7 @@ def test_names_of_a_configuration_are_those_of_the_header():
 def test_names_of_a_configuration_belong_to_their_fields(field):
     """The module reports a wrong number under the name that Python used for it."""
     assert _C.layer_bytes(valid_config()) > 0
-    with pytest.raises(ValueError, match=f"^{field} -1: must be 0 to 4294967295"):
+    with pytest.raises(ValueError, match=f"^{field} -1: .*must be "):
         _C.layer_bytes(valid_config()._replace(**{field: -1}))
 
 
