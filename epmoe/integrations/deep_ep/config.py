@@ -81,5 +81,5 @@ def layer_bytes(num_ranks, num_experts, topk, max_tokens, hidden, dtype, mode, c
     num_bytes = _C.layer_bytes(LayerConfig(
         ranks=num_ranks, num_experts=num_experts, topk=topk, max_tokens=max_tokens, hidden=hidden,
         dtype=DTYPES[dtype], combine_mode=mode, expert_alignment=1, expert_capacity=0, capacity=capacity,
-        num_buffers=1, num_sm=1, reserve_sms=0, host_counts=0))
+        num_buffers=1, num_sm=1, reserve_sms=0, host_counts=0, spare_buffers=0))
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
