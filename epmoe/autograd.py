@@ -89,7 +89,7 @@ class _Joined(torch.autograd.Function):
         return None, None
 
 
-_wants = torch.empty(0, device="cpu", requires_grad=True)
+_wants = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
 
 def join_backward(x, weight, *parameters):

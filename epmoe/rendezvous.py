@@ -231,7 +231,7 @@ def _look_for_deaths(group, rank, size):
         return
     for r in range(size):
         if r != rank:
-            dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=r, tag=_TAG)
+            dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=group, group_src=r, tag=_TAG)
 
 
 def _error_of_group(error, rank):

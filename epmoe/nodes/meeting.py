@@ -86,7 +86,7 @@ def meet(nodes, header):
     if nodes._is_waiting:
         raise ValueError(f"{OPS[header.op]} during another call of these nodes: a signal handler or a second "
                          f"thread cannot make it")
-    with nodes.ending():
+    with nodes._ending():
         headers = [Header.unpack(raw) for raw in nodes._meet_rail(header.pack())]
         failures = [_Verdict(_FAILURE, rank, h.failed) for rank, h in zip(on_rail, headers) if h.failed]
         of_rail = _worst([*failures, _disagreement(headers, on_rail)])
@@ -125,7 +125,7 @@ def exchange(nodes, mine):
     Raises on all ranks when one has failed, is in another call or has another number of bytes.
     """
     meet(nodes, Header(EXCHANGE, bytes=len(mine)))
-    with nodes.ending():
+    with nodes._ending():
         joined = b"".join(nodes._meet_rail(mine)) if mine else b""  # of the ranks with this local number
         of_local = [b""] * nodes.local_size
         for i in range(0, len(joined), _C.EXCHANGE_BYTES):

@@ -213,32 +213,32 @@ class Nodes(Shared):
 
     def _meet_rail(self, mine):
         """Exchange bytes with the rail, in node order.  An error ends the nodes, so all ranks know."""
-        with self.ending():
+        with self._ending():
             return self.rail.meet(mine)
 
     def _exchange_rows(self, out, mine, out_splits=None, splits=None):
         """Exchange rows with the rail, as TorchRail.exchange.  An error ends the nodes."""
-        with self.ending():
+        with self._ending():
             self.rail.exchange(out, mine, out_splits, splits)
 
     def _start_rows(self, out, mine, out_splits, splits):
         """Start an exchange of rows.  Returns a function that waits for it.  An error ends the nodes."""
-        with self.ending():
+        with self._ending():
             wait = self.rail.start(out, mine, out_splits, splits)
 
         def finish():
-            with self.ending():
+            with self._ending():
                 wait()
 
         return finish
 
     def _read(self, t):
         """Return the numbers of a tensor that an exchange writes, after it.  An error ends the nodes."""
-        with self.ending():
+        with self._ending():
             return self.rail.read(t)
 
     @contextlib.contextmanager
-    def ending(self):
+    def _ending(self):
         """End the nodes after an error in the block, in which other ranks wait for this one.
 
         A signal handler may raise any exception there, for example KeyboardInterrupt.
