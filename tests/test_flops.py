@@ -26,9 +26,12 @@ def indices_of(rank, size):
     return idx
 
 
-def torch_flops(num_rows, backward, of_x):
-    """What FlopCounterMode counts for the products of these rows by torch, and for their backward."""
-    x = torch.ones(num_rows, HIDDEN, requires_grad=of_x)
+def torch_flops(num_rows, backward):
+    """What FlopCounterMode counts for the products of these rows by torch, and for their backward.
+
+    x takes part in the backward also where it needs no gradient: all ranks make the same calls.
+    """
+    x = torch.ones(num_rows, HIDDEN, requires_grad=True)
     gate_up, down = torch.ones(2 * INNER, HIDDEN, requires_grad=True), torch.ones(HIDDEN, INNER)
     with FlopCounterMode(display=False) as counter:
         y = (x @ gate_up.t())[:, :INNER] @ down.requires_grad_().t()
@@ -72,7 +75,7 @@ def count(world, device, dtype=BF16, backward=True, of_x=True, decode=None, op=N
     num_rows = int((chosen // LOCAL == rank).sum())
     moe.layer.synchronize()
     moe.finalize()
-    return counter.get_total_flops() if counts else None, torch_flops(num_rows, backward, of_x)
+    return counter.get_total_flops() if counts else None, torch_flops(num_rows, backward)
 
 
 def step(moe, x, idx, weight, decode, backward):
