@@ -134,7 +134,7 @@ check-format: | python
 	    if [ -n "$$bad" ]; then echo "format: run \"make format\" for:" $$bad; exit 1; else echo "format: ok"; fi; \
 	else mkdir -p build && echo "format (no clang-format 19)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
-# Check sizes, parameter lists, chains of assignments, and circles of includes, calls and imports.
+# Check columns, chains of assignments, and circles of includes, calls and imports.
 check-style: | python
 	@$(PYTHON) tests/check_style.py
 

@@ -256,9 +256,9 @@ def _backward(ctx, dy, *_):
         if of_down_bias:
             grads[6] = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
         del g, weighted  # their memory serves the combine
-        # Also where this rank wants neither: another rank may want one of them, and waits for the rows of all.
-        dx, d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, ctx.layer, ctx.buffer,
-                                                           ctx.num_tokens)
+        # Also where this rank wants neither: another rank may want one, and waits for the rows of all.
+        dx, d_weight = torch.ops.epmoe.experts_backward_up(
+            d_h, gate_up, dots, plan, recv, ctx.layer, ctx.buffer, ctx.num_tokens)
     grads[0], grads[1] = dx if of_x else None, d_weight if of_weight else None
     del dx, d_weight
     if of_gate_up:

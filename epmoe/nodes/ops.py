@@ -38,8 +38,8 @@ def _plan(x, weight, indices, layer, gradients, after=None):
         layer._meet(meeting.PLAN, error=error)
     layer._meet(meeting.PLAN, weights=weight is not None, gradients=gradients)
     layout = layer._plan_rail(indices, 0)
-    counts = torch.tensor([layout.send_tokens, layout.recv_tokens, [layout.number] * layer.num_nodes], device="cpu",
-                          dtype=torch.int64)
+    counts = torch.tensor([layout.send_tokens, layout.recv_tokens, [layout.number] * layer.num_nodes],
+                          device="cpu", dtype=torch.int64)
     return layout.indices, layout.send_idx, layout.owner, counts
 
 
