@@ -180,7 +180,8 @@ bool test_plan_reuse(void) {
 bool test_scatter_indices(void) {
     for (uint32_t num_ranks = 1; num_ranks <= 4; num_ranks++)
         for (uint32_t mode = 0; mode < 3; mode++) {
-            EpLayerConfig config = {{num_ranks, 4 * num_ranks, 3, 10, 8, EP_F32, mode, 0}, 1, 2, 0, 0, 0, 0, 0};
+            const EpShape shape = {num_ranks, 4 * num_ranks, 3, 10, 8, EP_F32, mode, 0};
+            EpLayerConfig config = {shape, 1, 2, 0, 0, 0, 0, 0};
             TRY(run_cases(&config, steps_body, scaled(14), 0, num_ranks, WITH_SCATTER));
         }
     return true;
