@@ -247,11 +247,16 @@ class Maker:
             if not c.turn:  # operations of buffers do not meet an exchange
                 hows = [how for how in hows if how != "other_call"]
             p.wrong_call, p.wrong_how = c.number, r.choice(hows)
+            for later in p.calls:  # the next call makes the decode path that this one does not make
+                later.turn |= c.turn and c.kind == "moe_step" == later.kind and later.thing == c.thing
             return
         c = r.choice(p.calls)
         hows = ["stop", "stop", "leave", "extra_exchange", "extra_exchange"]
+        # Without a step, the next one meets another one of the peers: gradients of experts are then sums over
+        # other tokens, and no rank can know it.
+        meets = [d for d in p.calls if d.kind == "moe_step" == c.kind and d.thing == c.thing and d is not c]
         if c.kind != "ring":
-            hows += ["missing", "missing", "other_exchange"]
+            hows += ["other_exchange"] if meets else ["missing", "missing", "other_exchange"]
         if c.kind == "step":
             hows += ["extra_plan", "extra_barrier"]
         if c.kind == "moe_step":
