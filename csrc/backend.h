@@ -61,7 +61,7 @@ typedef struct {
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
     /* Clear the buffer's faulted word in stream order, after the operations that it made do nothing. */
     int (*clear)(int device, const EpComm *c, void *stream);
-    /* The fused kernels. NULL if the backend has none. */
+    /* The fused operations. Those of FP8 are NULL if the backend has none. */
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
     int (*dispatch_gemm_fp8)(int device, const EpDispatchGemmFp8Params *p, void *stream);
     int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
@@ -69,11 +69,11 @@ typedef struct {
     /* The operations that only their stream orders. */
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
-    int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL if there is none */
-    int (*gemm_fp8)(int device, const EpGemmFp8Params *p, void *stream);
+    int (*gemm)(int device, const EpGemmParams *p, void *stream);
+    int (*gemm_fp8)(int device, const EpGemmFp8Params *p, void *stream); /* NULL if there is none */
     int (*activation)(int device, const EpActivationParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
-    /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: there is no gemm. */
+    /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: gemm needs none. */
     int (*tile_counter)(int device, void *stream, uint64_t **counter);
     int (*query)(int device, EpDevice *out); /* what the device can do; NULL for the CPU */
     int (*preload)(int device);              /* load all kernels before the first wait; see launch.h */

@@ -235,18 +235,37 @@ int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words
 EP_OPERATIONS(X, B)
 #undef X
 #undef B
+#define C(name, Type, NAME)                 \
+    typedef struct {                        \
+        EP_ARGS_##name(EP_ARGUMENT, unused) \
+    } Ep##Type##Args;
+EP_CALLS(C)
+#undef C
+/* What a call did. Without an awaited plan num_rows is 0. */
+typedef struct {
+    uint32_t num_rows;  /* M of the awaited plan */
+    uint32_t num_fused; /* fused operations that were launched */
+    bool is_launched;   /* false: the outputs do not fit num_rows, and nothing was launched */
+} EpRan;
 /* Collective: run operation op, an EpOpKind with arguments. args: the struct of its arguments. */
-int ep_layer_run(EpLayer *layer, uint32_t buffer, uint32_t op, const void *args, void *stream);
+int ep_layer_run(EpLayer *layer, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran);
 /* ep_layer_plan(layer, buffer, const EpPlanArgs *, stream), and so on: ep_layer_run for each operation. */
 #define X(NAME, name, Type, text)                                                                  \
     static inline int ep_layer_##name(EpLayer *layer, uint32_t buffer, const Ep##Type##Args *args, \
                                       void *stream) {                                              \
-        return ep_layer_run(layer, buffer, EP_OP_##NAME, args, stream);                            \
+        EpRan ran;                                                                                 \
+        return ep_layer_run(layer, buffer, EP_OP_##NAME, args, stream, &ran);                      \
     }
 #define B(NAME, name, Type, text)
 EP_OPERATIONS(X, B)
 #undef X
 #undef B
+/* Collective: ep_layer_experts(layer, buffer, const EpExpertsArgs *, stream, &ran), and so on. */
+#define C(name, Type, NAME)                                                                        \
+    int ep_layer_##name(EpLayer *layer, uint32_t buffer, const Ep##Type##Args *args, void *stream, \
+                        EpRan *ran);
+EP_CALLS(C)
+#undef C
 /* Wait on the host for the number of rows of a plan of this buffer. plan NULL means the newest plan. */
 int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
                       uint32_t *num_rows);
@@ -277,7 +296,7 @@ typedef struct {
 /* What a device can do. The runtime is asked once in a process for each device. */
 int ep_device_query(int device, EpDevice *out);
 
-/* ---- grouped GEMM: local to a rank, CUDA only ---- */
+/* ---- grouped GEMM: local to a rank; on the CPU of bf16 and f16, without scales ---- */
 
 /* The operands. protocol/gemm_params.h lists the kinds and the activations. */
 typedef struct {
@@ -289,8 +308,8 @@ typedef struct {
     /* NULL; or the GEMM is of FP8: a and b are u8, the bytes of e4m3 numbers, and these are their scales: f32
      * [M][K / 128] and [L][N / 128][K / 128], rounded up, of any strides. */
     const EpTensor *a_scale, *b_scale;
-    /* i64 [1], 0 before and after the launch, and of no launch that overlaps with this one. NULL: the counter
-     * that the library has for the stream. */
+    /* CUDA: i64 [1], 0 before and after the launch, and of no launch that overlaps with this one. NULL: the
+     * counter that the library has for the stream. */
     const EpTensor *tile_counter;
     bool is_portable; /* use the kernel for any GPU even if there is a faster one */
 } EpGemm;

@@ -278,16 +278,111 @@ class _GemmCombineFp8(NamedTuple):
     num_reduce: int
     is_serial: int
 
-def layer_plan(layer: _Layer, buffer: int, arguments: _Plan, /) -> None: ...
-def layer_dispatch(layer: _Layer, buffer: int, arguments: _Dispatch, /) -> None: ...
-def layer_combine(layer: _Layer, buffer: int, arguments: _Combine, /) -> None: ...
-def layer_dispatch_gemm(layer: _Layer, buffer: int, arguments: _DispatchGemm, /) -> None: ...
-def layer_gemm_combine(layer: _Layer, buffer: int, arguments: _GemmCombine, /) -> None: ...
-def layer_ll_dispatch(layer: _Layer, buffer: int, arguments: _LlDispatch, /) -> None: ...
-def layer_ll_combine(layer: _Layer, buffer: int, arguments: _LlCombine, /) -> None: ...
-def layer_dispatch_fp8(layer: _Layer, buffer: int, arguments: _DispatchFp8, /) -> None: ...
-def layer_dispatch_gemm_fp8(layer: _Layer, buffer: int, arguments: _DispatchGemmFp8, /) -> None: ...
-def layer_gemm_combine_fp8(layer: _Layer, buffer: int, arguments: _GemmCombineFp8, /) -> None: ...
+class _Experts(NamedTuple):
+    x: Tensor
+    indices: Tensor | None
+    weight: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    plan: Tensor
+    recv: Tensor
+    rows: Tensor
+    row_weight: Tensor
+    h: Tensor | None
+    a: Tensor
+    out_rows: Tensor
+    out: Tensor
+    activation: int
+    alpha: float
+    limit: float
+    requires_grad: int
+    is_fused: int
+    num_move: int
+    num_tail: int
+    waits_for_expert: int
+    num_reduce: int
+    is_serial: int
+    sort_slots: int
+    is_planned: int
+    awaits_rows: int
+
+class _ExpertsDown(NamedTuple):
+    dy: Tensor
+    down: Tensor
+    plan: Tensor
+    h: Tensor
+    row_weight: Tensor
+    recv: Tensor
+    g: Tensor
+    weighted: Tensor
+    d_h: Tensor
+    dots: Tensor
+    activation: int
+    alpha: float
+    limit: float
+    is_fused: int
+    num_move: int
+    num_tail: int
+    waits_for_expert: int
+    num_reduce: int
+    is_serial: int
+
+class _ExpertsUp(NamedTuple):
+    d_h: Tensor
+    gate_up: Tensor
+    dots: Tensor
+    plan: Tensor
+    recv: Tensor
+    rows: Tensor
+    g: Tensor
+    weighted: Tensor
+    d_down: Tensor | None
+    out_rows: Tensor
+    dx: Tensor
+    d_weight: Tensor
+    d_gate_up: Tensor | None
+    is_fused: int
+    num_move: int
+    num_reduce: int
+    is_serial: int
+
+class _LlExperts(NamedTuple):
+    x: Tensor
+    indices: Tensor
+    weight: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    handle: Tensor
+    rows: Tensor
+    counts: Tensor
+    a: Tensor
+    out_rows: Tensor
+    out: Tensor
+    activation: int
+    alpha: float
+    limit: float
+
+# What an operation did: the rows of the plan that it awaited, whether it was launched, its fused operations.
+_Ran = tuple[int, bool, int]
+
+def layer_plan(layer: _Layer, buffer: int, arguments: _Plan, /) -> _Ran: ...
+def layer_dispatch(layer: _Layer, buffer: int, arguments: _Dispatch, /) -> _Ran: ...
+def layer_combine(layer: _Layer, buffer: int, arguments: _Combine, /) -> _Ran: ...
+def layer_dispatch_gemm(layer: _Layer, buffer: int, arguments: _DispatchGemm, /) -> _Ran: ...
+def layer_gemm_combine(layer: _Layer, buffer: int, arguments: _GemmCombine, /) -> _Ran: ...
+def layer_ll_dispatch(layer: _Layer, buffer: int, arguments: _LlDispatch, /) -> _Ran: ...
+def layer_ll_combine(layer: _Layer, buffer: int, arguments: _LlCombine, /) -> _Ran: ...
+def layer_dispatch_fp8(layer: _Layer, buffer: int, arguments: _DispatchFp8, /) -> _Ran: ...
+def layer_dispatch_gemm_fp8(layer: _Layer, buffer: int, arguments: _DispatchGemmFp8, /) -> _Ran: ...
+def layer_gemm_combine_fp8(layer: _Layer, buffer: int, arguments: _GemmCombineFp8, /) -> _Ran: ...
+def layer_experts(layer: _Layer, buffer: int, arguments: _Experts, /) -> _Ran: ...
+def layer_experts_down(layer: _Layer, buffer: int, arguments: _ExpertsDown, /) -> _Ran: ...
+def layer_experts_up(layer: _Layer, buffer: int, arguments: _ExpertsUp, /) -> _Ran: ...
+def layer_ll_experts(layer: _Layer, buffer: int, arguments: _LlExperts, /) -> _Ran: ...
 def layer_num_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> int: ...
 def layer_expert_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> list[int]: ...
 def layer_trace(layer: _Layer, buffer: int, events: Tensor | None, room: int, /) -> None: ...

@@ -2,13 +2,14 @@
 
 import torch
 
-from . import _C, moe_fp8
-from .direct import is_traced, requires_grad
+from . import _C, experts_ops, moe_fp8
+from .direct import is_traced, is_watched, requires_grad
 from .errors import HeapExhausted
 from .fused import EpAll2AllFusedOp, fuses
-from .gemm import grouped_gemm
+from .gemm import aligned, as_kernel, grouped_gemm
 from .low_latency import LowLatencyAll2All
 
+PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 MOST_TOKENS = 512  # of a rank in a layer that decodes by itself
 SPARE_BUFFERS = 32  # of the 256 communication buffers of a world
 
@@ -80,15 +81,43 @@ def check_path(path, decode, *tensors):
 
 def run(moe, a2a, x, topk_idx, topk_weights):
     """Dispatch, the experts of moe, and combine through a2a."""
+    try:
+        weights = gate_up, gate_up_bias, down, down_bias = [getattr(moe, name) for name in PARAMETERS]
+        at_once = not moe.is_fp8 and not is_watched() and experts_ops.takes(a2a, x, topk_weights, *weights)
+    except Exception as error:
+        a2a._refuse(_C.OP_LL_DISPATCH, error, 0)
+    if at_once:
+        return _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights)
     rows, scales, _, handle = a2a.dispatch(x, topk_idx, topk_weights, fp8=moe.is_fp8, layout="compact")
     try:
         offsets = handle.expert_offsets
         if moe.is_fp8:
             y = moe_fp8.compute(moe, rows, scales, offsets)
         else:
-            h = grouped_gemm(rows, moe.gate_up_proj, offsets=offsets, bias=moe.gate_up_proj_bias,
-                             activation=moe.activation)
-            y = grouped_gemm(h, moe.down_proj, offsets=offsets, bias=moe.down_proj_bias)
+            h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias, activation=moe.activation)
+            y = grouped_gemm(h, down, offsets=offsets, bias=down_bias)
     except Exception as error:
         a2a._refuse(_C.OP_LL_COMBINE, error, handle.buffer)
     return a2a.combine(y, handle)
+
+
+def _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights):
+    """As run, in one call of the module."""
+    gate_up, gate_up_bias, down, down_bias = weights
+    try:
+        a2a._check_idle(_C.OP_LL_DISPATCH, 0)
+        kernel = as_kernel(moe.activation)
+        allocate, hidden, inner = a2a._allocate, a2a.hidden, down.shape[2]
+        weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
+        handle = allocate((a2a._handle_words,), (1,), torch.int32)
+        counts = allocate((a2a.num_local_experts,), (1,), torch.int32)
+        rows, a = (allocate((a2a.capacity, n), (n, 1), a2a.dtype) for n in (hidden, inner))
+        y = allocate((x.shape[0], hidden), (hidden, 1), a2a.dtype)
+        x, weight, gate_up, down = aligned(x), aligned(weight), aligned(gate_up), aligned(down)
+        gate_up_bias, down_bias = experts_ops.bias_of(a2a, gate_up_bias), experts_ops.bias_of(a2a, down_bias)
+        # The second product writes into the rows, which the first has read by then.
+        _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, handle,
+                                        rows, counts, a, rows, y, *kernel))
+    except Exception as error:
+        a2a._refuse(_C.OP_LL_DISPATCH, error, 0)
+    return y

@@ -136,7 +136,8 @@ class Fp8Dispatch:
             return outputs, [recv]
 
         def launch(outputs, others, awaits_rows):
-            _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others, awaits_rows))
+            return _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others,
+                                                           awaits_rows))
 
         call = plan, buffer, x.shape[0]
         (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch)

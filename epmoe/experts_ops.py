@@ -1,25 +1,29 @@
-"""torch.ops.epmoe.experts: the experts of a training step, from tokens to tokens, with a backward of its own.
+"""The experts of EPMoE in 16 bits, from tokens to tokens: one call of the module forward, two backward.
 
-Forward: dispatch, gate and up, the activation, down, combine.  Saved are the received rows and gate and up.
-Backward: dispatch of dy, DGRAD of down, the gradient of the activation, DGRAD of gate and up, combine of dx,
-and a WGRAD of each of the two.  Where the fused kernels exist, each product of rows shares a launch with the
-communication beside it.  Elsewhere the stages run one after the other, with the same results, bit for bit.
+Forward: plan, dispatch, gate and up, the activation, down, combine.  For a backward the received rows and
+gate and up are saved.  Backward: dispatch of dy, DGRAD of down, the gradient of the activation; then WGRAD of
+down, DGRAD of gate and up, combine of dx, and WGRAD of gate and up.  csrc/layer/experts.c runs them.  Where
+the fused kernels exist, each product of rows shares a launch with the communication beside it.  Elsewhere the
+stages run one after the other, with the same results, bit for bit.
+
+Eager calls go through an autograd.Function.  Where something must see operators, as a compiler, they are
+torch.ops.epmoe.experts and the two of its backward.
 """
-
-import contextlib
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import peek_interpreter_stack
 
 from . import _C
-from .activation_ops import run_activation, run_activation_backward
 from .autograd import check_mode
-from .direct import implement, requires_grad
+from .direct import implement, is_watched, requires_grad
 from .fused import EpAll2AllFusedOp
 from .fused_ops import expert_offsets
-from .gemm import DGRAD, FORWARD, GATED, SWIGLU, WGRAD, activation_of, aligned, as_kernel
+from .gemm import GATED, WGRAD, aligned, as_kernel
+from .layer_calls import ANY_ROOM, MOST_ROOMS, NO_ROOM, room_after
+from .layout import EPLayout
 from .ops import layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
-from .refusals import reported_after_plan, reporting
+from .refusals import check_plain, reported_after_plan, reporting
 from .weight_gradients import gradient_of, sink_of
 
 lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
@@ -34,16 +38,17 @@ lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight,
 lib.define("sum_of_rows(Tensor g, Tensor? row_weight, Tensor offsets) -> Tensor")
 
 
-def trains(layer, *tensors):
-    """Whether a call of EPMoE with these tokens, weights and parameters takes the operator.
+def takes(layer, x, weight, gate_up, gate_up_bias, down, down_bias):
+    """Whether a call of a layer's experts takes this road.
 
-    A layer over several nodes does not: its rows come with the operations of the rail.
+    A layer over several nodes does not: its rows come with the operations of the rail.  Nor does a compiled
+    call without gradients: its operators keep nothing for a backward.
     """
-    _, _, gate_up, _, down, _ = tensors
     return (getattr(layer, "nodes", None) is None and layer.dtype in (torch.bfloat16, torch.float16)
-            and layer._copies == 1 and requires_grad(*tensors) and gate_up.dim() == down.dim() == 3
+            and layer._copies == 1 and gate_up.dim() == down.dim() == 3
             and gate_up.is_contiguous() and down.is_contiguous()
-            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
+            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:]))
+            and (not is_watched() or requires_grad(x, weight, gate_up, gate_up_bias, down, down_bias)))
 
 
 def _fits_kernels(*sizes):
@@ -56,6 +61,29 @@ def run(layer, tokens, topk_idx, topk_weights, parameters, activation):
 
     parameters: gate_up [L, N, H], its bias or None, down [L, H, I], its bias or None.
     """
+    layout = None
+    try:
+        if is_watched() or peek_interpreter_stack() is not None:
+            return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
+        kernel = as_kernel(activation)
+        check_mode(tokens, topk_weights, *parameters)
+        for name, t in zip(("x", "topk_idx", "topk_weights"), (tokens, topk_idx, topk_weights)):
+            if type(t) is not torch.Tensor:
+                check_plain(name, t)
+        weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
+        plan = layer._empty(layer._plan_words(tokens.shape[0]), dtype=torch.int32)
+        layout = EPLayout(layer, plan, tokens.shape[0], 0)
+        if requires_grad(tokens, weight, *parameters):
+            return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel), layout
+        y, *_ = _forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False)
+        return y, layout
+    except Exception as error:
+        if layout is not None and layout.recv is not None:
+            raise  # the operations have run: nobody waits for this rank
+        layer._refuse(_C.OP_PLAN, error, 0)
+
+
+def _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation):
     layout, weight, num_rows = layer._prepare(_C.OP_PLAN, tokens, topk_idx, topk_weights, None, None, 0)
     y, rows, recv = _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation)
     layer._set_dispatched(layout, rows, recv)
@@ -69,109 +97,230 @@ def _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation
     return y, rows, recv
 
 
-def _is_fused(layer, weight, columns):
+def _is_fused(layer, columns, weight, trains):
     """Whether the product of these weights shares a launch with the communication beside it.
 
     columns: N of the gate and up weights [L, N, H].
     """
-    return isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_training(weight, columns)
+    if not isinstance(layer, EpAll2AllFusedOp):
+        return False
+    return layer._is_fused_training(weight, columns) if trains else layer._is_fused(weight)
 
 
-def _dispatches(layer, weight, columns):
-    """Return the operation that dispatches and multiplies with these weights, or that only dispatches."""
-    return _C.OP_DISPATCH_GEMM if _is_fused(layer, weight, columns) else _C.OP_DISPATCH
+def _knobs(layer, fused):
+    """Return how a layer divides the work of fused kernels, as the module takes it."""
+    if not fused:
+        return False, 1, 0, False, 1, False
+    return (True, layer._move_sms, layer._tail_sms, not layer.block_wise_barrier, layer._reduce_sms,
+            layer.combine_order == "serial")
 
 
-def _combines(layer, weight, columns):
-    """Return the operation that multiplies with these weights and combines, or that only combines."""
-    return _C.OP_GEMM_COMBINE if _is_fused(layer, weight, columns) else _C.OP_COMBINE
+# ---- calls of the module ----
 
 
-# ---- implementations ----
+def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, keeps):
+    """Run the experts.  Returns (y, rows, h, row_weight, recv).
 
-
-def _bias_of(layer, bias):
-    return None if bias is None else aligned(bias.to(layer.dtype).contiguous())
-
-
-def _check_parameters(layer, gate_up, gate_up_bias, down, down_bias, activation):
-    """Check the parameters.  activation: as as_kernel returns it."""
-    layer._check_product(gate_up, None, layer.hidden, gate_up_bias, activation_of(*activation))
-    inner = gate_up.shape[1] // (2 if activation[0] in GATED else 1)
-    layer._check_product(down, layer.hidden, inner, down_bias, None)
-
-
-def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, *last):
-    """last: activation, alpha, limit, after."""
-    layer = layer_of(layer)
-    gemm = torch.ops.epmoe.grouped_gemm
-    columns = gate_up.shape[1]
-    fused = _is_fused(layer, gate_up, columns)
-    with reporting(layer, _dispatches(layer, gate_up, columns), buffer, plan, num_rows < 0) as entered:
-        offsets = expert_offsets(layer, plan)
-        _check_parameters(layer, gate_up, gate_up_bias, down, down_bias, last[:3])
-        gate_up_bias, down_bias = _bias_of(layer, gate_up_bias), _bias_of(layer, down_bias)
-        x, weight = aligned(x), aligned(weight)
-        a = None
-        if fused and last[0] == SWIGLU:
-            a, h, rows, row_weight, recv = layer._dispatch_swiglu(x, weight, plan, gate_up, gate_up_bias,
-                                                                  buffer, num_rows)
-        elif fused:
-            h, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gate_up, gate_up_bias, buffer,
-                                                             num_rows, 0, with_grad=True)
-        else:
-            rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows, True,
-                                                     gate_up.data_ptr())
-        entered.op, entered.awaits_plan = _combines(layer, down, columns), False
-        if not fused:
-            h = gemm(rows, gate_up, offsets, gate_up_bias, None, FORWARD, 0, False)
-        a = run_activation(h, offsets, *last[:3]) if a is None else a
-        if _is_fused(layer, down, columns):
-            y = layer._gemm_combine(a, down, down_bias, row_weight, plan, recv, buffer, len(x), True)[0]
-        else:
-            y_rows = gemm(a, down, offsets, down_bias, None, FORWARD, 0, False)
-            y = layer._combine(y_rows, row_weight, None, plan, recv, buffer, len(x), True)[0]
+    topk_idx: None if the plan is made already.  num_rows: -1 if only the plan has it.  keeps: for a backward.
+    Outputs are allocated before the number of rows is known: see layer_calls.py.  When the operations have
+    run, the layout has recv, and the number of rows if the host knows it.
+    """
+    gate_up, gate_up_bias, down, down_bias = parameters
+    num_tokens, hidden, columns, inner = x.shape[0], layer.hidden, gate_up.shape[1], down.shape[2]
+    fused = _is_fused(layer, columns, gate_up, keeps) and inner % 16 == 0  # both products
+    is_planned = topk_idx is None
+    key = num_tokens.bit_length(), gate_up.data_ptr() if keeps else None
+    room = layer.capacity if num_rows < 0 else num_rows
+    knows = room is not None
+    if not knows:
+        room = layer._rooms.get(key, 0)
+    is_hint = not knows and room != NO_ROOM  # room follows from earlier calls
+    empty = layer._empty
+    x, weight, gate_up, down = aligned(x), aligned(weight), aligned(gate_up), aligned(down)
+    gate_up_bias, down_bias = bias_of(layer, gate_up_bias), bias_of(layer, down_bias)
+    recv, y = empty(layer._recv_words, dtype=torch.int32), empty(num_tokens, hidden)
+    while True:
+        n = max(room, 0)
+        try:
+            rows, row_weight, a = empty(n, hidden), empty(n, dtype=torch.float32), empty(n, inner)
+            h = empty(n, columns) if keeps else None
+            out_rows = empty(n, hidden) if keeps else rows  # which the first product has read by then
+        except Exception:
+            if not is_hint:
+                raise
+            layer._rooms[key] = room = NO_ROOM  # torch frees all memory that it caches before it gives up
+            is_hint = False
+            continue
+        awaits_rows = 0 if knows else 1 + n // 8 if keeps else ANY_ROOM
+        found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
+            x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, layout.plan, recv, rows, row_weight,
+            h, a, out_rows, y, *kernel, keeps, *_knobs(layer, fused), layer.token_sorting, is_planned,
+            awaits_rows))
+        if is_launched:
+            layout.recv = recv
+        if is_hint:
+            if len(layer._rooms) >= MOST_ROOMS and key not in layer._rooms:
+                layer._rooms.clear()
+            layer._rooms[key] = room_after(room, found, keeps, room - found >= awaits_rows)
+        if is_launched:
+            break
+        room, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
+    found = found if awaits_rows else n
+    if layer.capacity is None:
+        layout._num_rows = found
+        if keeps and found < n:
+            for t in rows, row_weight, h:
+                t.resize_(found, *t.shape[1:])
     return y, rows, h, row_weight, recv
 
 
-def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, *last):
-    """Return dy of each row [M, H], d_h, the weighted activation [M, I] and the row weights' gradient [M]."""
-    layer = layer_of(layer)
-    fused = _is_fused(layer, down, h.shape[1])
-    with reporting(layer, _dispatches(layer, down, h.shape[1]), buffer, plan):
-        offsets = expert_offsets(layer, plan)
-        if fused:
-            d, g = layer._dispatch_dgrad(dy, plan, down, buffer, len(h))
-        else:
-            g, _, _ = layer._dispatch(aligned(dy), None, plan, buffer, len(h))
-    # `trains` has seen that all sizes are those of the kernels, so gate and up are fused exactly if down is
-    next_op = _C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE
-    with reporting(layer, next_op, buffer, plan):
-        if not fused:
-            d = torch.ops.epmoe.grouped_gemm(g, down, offsets, None, None, DGRAD, 0, False)
-        d_h, weighted, dots = run_activation_backward(h, d, offsets, row_weight, *last[:3], in_place=True)
-        if down_bias is not None:
-            bias = F.pad(_bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
-            dots += row_dots(g, bias[_expert_of_row(offsets, len(g))])
+def _down(layer, dy, plan, down, down_bias, h, row_weight, kernel, buffer):
+    """Run the first half of the backward.  Returns (g, d_h, weighted, dots): see protocol/ops.h."""
+    num_rows, columns = h.shape
+    empty = layer._empty
+    dy, down = aligned(dy), aligned(down)
+    g, weighted = empty(num_rows, layer.hidden), empty(num_rows, down.shape[2])
+    d_h = empty(num_rows, columns)
+    dots, recv = empty(num_rows, dtype=torch.float32), empty(layer._recv_words, dtype=torch.int32)
+    fused = _is_fused(layer, columns, down, True)
+    _C.layer_experts_down(layer._c, buffer, (dy, down, plan, h, row_weight, recv, g, weighted, d_h, dots,
+                                             *kernel, *_knobs(layer, fused)))
+    if down_bias is not None:
+        bias = F.pad(bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
+        dots += row_dots(g, bias[_expert_of_row(expert_offsets(layer, plan), num_rows)])
     return g, d_h, weighted, dots
 
 
-def _run_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
-    """Return dx [T, H] and the gradient of the routing weights [T, K]."""
-    layer = layer_of(layer)
-    columns = gate_up.shape[1]
-    with reporting(layer, _combines(layer, gate_up, columns), buffer, plan):
-        if _is_fused(layer, gate_up, columns):
-            return layer._dgrad_combine(d_h, gate_up, d_row_weight, plan, recv, buffer, num_tokens)
-        d_rows = torch.ops.epmoe.grouped_gemm(d_h, gate_up, expert_offsets(layer, plan), None, None, DGRAD, 0,
-                                              False)
-        return layer._combine(d_rows, None, d_row_weight, plan, recv, buffer, num_tokens)
+def _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down, out_rows, d_gate_up, buffer,
+        num_tokens):
+    """Run the second half of the backward.  Returns (dx, gradient of the routing weights [T, K]).
+
+    d_down, d_gate_up: where these gradients go, or None.  out_rows: for the rows of dx; may be g, whose
+    product is done before they are.
+    """
+    dx = layer._empty(num_tokens, layer.hidden)
+    d_weight = layer._empty(num_tokens, layer.topk, dtype=torch.float32)
+    d_h, gate_up, dots = aligned(d_h), aligned(gate_up), aligned(dots)
+    knobs = _knobs(layer, _is_fused(layer, gate_up.shape[1], gate_up, True))
+    fused, num_move, _, _, num_reduce, is_serial = knobs
+    _C.layer_experts_up(layer._c, buffer, (d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down,
+                                           out_rows, dx, d_weight, d_gate_up, fused, num_move, num_reduce,
+                                           is_serial))
+    return dx, d_weight
+
+
+def bias_of(layer, bias):
+    return None if bias is None else aligned(bias.to(layer.dtype).contiguous())
 
 
 def _expert_of_row(offsets, num_rows):
     """Return [M]: the expert of each row, and L for a row of no expert."""
     row = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
     return (torch.searchsorted(offsets, row, right=True) - 1) % len(offsets)
+
+
+# ---- eager: an autograd.Function ----
+
+
+class _Experts(torch.autograd.Function):
+    """The experts of a training step."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gate_up, gate_up_bias, down, down_bias, layer, topk_idx, layout, kernel):
+        parameters = gate_up, gate_up_bias, down, down_bias
+        y, rows, h, row_weight, recv = _forward(layer, x, topk_idx, weight, layout, parameters, kernel, -1,
+                                                True)
+        ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
+        ctx.sinks = sink_of(gate_up), sink_of(down)
+        ctx.save_for_backward(layout.plan, *parameters, rows, h, row_weight, recv)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None, None, None, None
+
+
+def _backward(ctx, layer, dy, needed):
+    """Return the gradients of x, weight, gate_up, gate_up_bias, down and down_bias, those that are needed."""
+    plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = saved_tensors(
+        ctx, layer, _C.OP_DISPATCH, dy)
+    of_x, of_weight, of_gate_up, of_gate_up_bias, of_down, of_down_bias = needed
+    d_gate_up = d_gate_up_bias = d_down = d_down_bias = None
+    with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
+        as_operators = is_watched() or peek_interpreter_stack() is not None
+        check_mode(dy, gate_up, down, may_batch=True)
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
+                                      f"{layer.dtype}: use dtype=torch.float32")
+        dy = dy.contiguous()
+        if as_operators:
+            g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
+                dy, plan, down, down_bias, h, row_weight, layer.id, ctx.buffer, *ctx.kernel)
+        else:
+            g, d_h, weighted, dots = _down(layer, dy, plan, down, down_bias, h, row_weight, ctx.kernel,
+                                           ctx.buffer)
+        # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
+        ctx.maybe_clear_saved_tensors()
+        del h
+        # A sink takes the factors of a gradient, and a compiler sees the product. Else the module makes it.
+        sink_up, sink_down = ctx.sinks
+        gives_up, gives_down = as_operators or sink_up is not None, as_operators or sink_down is not None
+        offsets = expert_offsets(layer, plan)
+        if of_down:
+            d_down = gradient_of(sink_down, g, weighted, offsets) if gives_down else torch.empty_like(down)
+        if of_down_bias:
+            d_down_bias = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
+        if of_gate_up and not gives_up:
+            d_gate_up = torch.empty_like(gate_up)
+        # Also where this rank wants neither: another rank may want one, and waits for the rows of all.
+        if as_operators:
+            del g, weighted  # their memory serves the combine
+            dx, d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, layer.id,
+                                                               ctx.buffer, ctx.num_tokens)
+        else:
+            # A sink may multiply g later.
+            out_rows = g if sink_down is None else torch.empty_like(g)
+            dx, d_weight = _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
+                               None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
+                               ctx.num_tokens)
+    if of_gate_up and gives_up:
+        d_gate_up = gradient_of(sink_up, d_h, rows, offsets)
+    if of_gate_up_bias:
+        d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
+    return (dx if of_x else None, d_weight if of_weight else None, d_gate_up, d_gate_up_bias, d_down,
+            d_down_bias)
+
+
+# ---- operators, for compilers ----
+
+
+def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, activation,
+                 alpha, limit, after=None):
+    layer, parameters = layer_of(layer), (gate_up, gate_up_bias, down, down_bias)
+    layout = EPLayout(layer, plan, x.shape[0], buffer)
+    try:
+        kernel = activation, alpha, limit
+        return _forward(layer, x, None, weight, layout, parameters, kernel, num_rows, True)
+    except Exception:
+        if layout.recv is not None:
+            raise  # the operations have run: nobody waits for this rank
+        with reporting(layer, _C.OP_DISPATCH, buffer, plan, num_rows < 0):
+            raise
+
+
+def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, alpha, limit,
+                       after=None):
+    layer = layer_of(layer)
+    with reporting(layer, _C.OP_DISPATCH, buffer, plan):
+        return _down(layer, dy, plan, down, down_bias, h, row_weight, (activation, alpha, limit), buffer)
+
+
+def _run_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
+    layer = layer_of(layer)
+    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+        rows = layer._empty(len(d_h), layer.hidden)
+        return _up(layer, d_h, gate_up, d_row_weight, plan, recv, rows, rows, d_h, None, rows, None, buffer,
+                   num_tokens)
 
 
 def _run_sum_of_rows(g, row_weight, offsets):
@@ -216,56 +365,20 @@ def _(g, row_weight, offsets):
     return g.new_empty(offsets.shape[0] - 1, g.shape[1])
 
 
-# ---- backward ----
-
-
 def _save(ctx, inputs, output):
-    (x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer, ctx.buffer, _, *ctx.activation,
-     _) = inputs
+    x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, *ctx.kernel, _ = inputs
     _, rows, h, row_weight, recv = output
     ctx.num_tokens = x.shape[0]
     ctx.sinks = sink_of(gate_up), sink_of(down)
-    ctx.first_op = _dispatches(layer_of(ctx.layer), down, gate_up.shape[1])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rows, h, row_weight, recv)
     ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)
 
 
-def _backward(ctx, dy, *_):
-    plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = saved_tensors(
-        ctx, ctx.first_op, dy)
-    layer = layer_of(ctx.layer)
-    with reporting(layer, ctx.first_op, ctx.buffer, plan):
-        check_mode(dy, gate_up, down, may_batch=True)
-        if torch.is_grad_enabled():
-            raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
-                                      f"{layer.dtype}: use dtype=torch.float32")
-        dy = dy.contiguous()
-        of_x, of_weight, _, of_gate_up, of_gate_up_bias, of_down, of_down_bias = ctx.needs_input_grad[:7]
-        g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
-            dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, *ctx.activation)
-    next_op = _combines(layer, gate_up, gate_up.shape[1])
-    grads = [None] * 7
-    with reporting(layer, next_op, ctx.buffer, plan):
-        # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
-        ctx.maybe_clear_saved_tensors()
-        del h
-        offsets = expert_offsets(layer, plan)
-        if of_down:
-            grads[5] = gradient_of(ctx.sinks[1], g, weighted, offsets)
-        if of_down_bias:
-            grads[6] = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
-        del g, weighted  # their memory serves the combine
-        # Also where this rank wants neither: another rank may want one, and waits for the rows of all.
-        dx, d_weight = torch.ops.epmoe.experts_backward_up(
-            d_h, gate_up, dots, plan, recv, ctx.layer, ctx.buffer, ctx.num_tokens)
-    grads[0], grads[1] = dx if of_x else None, d_weight if of_weight else None
-    del dx, d_weight
-    if of_gate_up:
-        grads[3] = gradient_of(ctx.sinks[0], d_h, rows, offsets)
-    if of_gate_up_bias:
-        grads[4] = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
-    return *grads, *[None] * 7
+def _backward_of_operator(ctx, dy, *_):
+    needed = ctx.needs_input_grad
+    x, weight, *of_parameters = _backward(ctx, layer_of(ctx.layer_id), dy, [*needed[:2], *needed[3:7]])
+    return x, weight, None, *of_parameters, *[None] * 7
 
 
-torch.library.register_autograd("epmoe::experts", _backward, setup_context=_save, lib=lib)
+torch.library.register_autograd("epmoe::experts", _backward_of_operator, setup_context=_save, lib=lib)

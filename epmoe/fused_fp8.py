@@ -74,7 +74,7 @@ class FusedFp8:
 
     def _has_fp8_kernels(self, gemm_weight):
         """Whether the fused kernels exist for weights [L, N, K] on this device, and are wanted."""
-        return (self.fused and self._has_kernels and self.dtype in (torch.bfloat16, torch.float16)
+        return (self.fused and self._has_fused_fp8 and self.dtype in (torch.bfloat16, torch.float16)
                 and self.hidden % 16 == 0 and all(size % 16 == 0 for size in gemm_weight.shape[1:]))
 
     def _is_fused_fp8(self, gemm_weight, activation):
@@ -175,7 +175,7 @@ class FusedFp8:
 
         def launch(outputs, others, awaits_rows):
             (row_weight, out), (rows, row_scale, *others) = outputs, others
-            _C.layer_dispatch_gemm_fp8(self._c, buffer, (
+            return _C.layer_dispatch_gemm_fp8(self._c, buffer, (
                 x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, number, alpha, limit,
                 self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, awaits_rows))
 

@@ -74,7 +74,7 @@ def _save_dispatch_gemm(ctx, inputs, output):
 
 
 def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
-    plan, gemm_weight, rows, recv = saved_tensors(ctx, _C.OP_COMBINE, d_out)
+    plan, gemm_weight, rows, recv = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_COMBINE, d_out)
     layer = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan):
@@ -104,7 +104,7 @@ def _save_gemm_combine(ctx, inputs, output):
 
 
 def _gemm_combine_backward(ctx, d_out, _):
-    plan, a, gemm_weight, *weighted = saved_tensors(ctx, _C.OP_DISPATCH, d_out)
+    plan, a, gemm_weight, *weighted = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_DISPATCH, d_out)
     layer = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     d_weight = None

@@ -4,7 +4,7 @@ import torch
 
 from . import _C
 from .device import capabilities
-from .gemm import DGRAD, FORWARD, GATED, SWIGLU, aligned, is_transposed
+from .gemm import FORWARD, GATED, aligned, is_transposed
 from .layer_parts import cast
 
 
@@ -56,7 +56,9 @@ class FusedParts:
         if self._chooses:
             self.fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
         # Asked here, because a compiler cannot trace the call of the module.
-        self._has_kernels = self.device.type == "cuda" and capabilities(self.device).has_hopper
+        on_cpu = self.device.type == "cpu"  # where a fused operation runs its stages one after the other
+        self._has_fused_fp8 = not on_cpu and capabilities(self.device).has_hopper
+        self._has_fused = on_cpu or self._has_fused_fp8
         most = self._num_blocks
         num_sm, num_tail, num_reduce = self._requested_sms
         num_sm = most if num_sm is None else min(int(num_sm), most)
@@ -74,7 +76,7 @@ class FusedParts:
 
     def _is_fused(self, gemm_weight):
         """Whether the fused kernels exist for these weights [L, N, K] on this device."""
-        return (self.fused and self._has_kernels and self.dtype in (torch.bfloat16, torch.float16)
+        return (self.fused and self._has_fused and self.dtype in (torch.bfloat16, torch.float16)
                 and all(n % 16 == 0 for n in gemm_weight.shape[1:]) and not is_transposed(gemm_weight))
 
     def _is_fused_training(self, gemm_weight, columns):
@@ -95,7 +97,7 @@ class FusedParts:
 
         def launch(outputs, others, awaits_rows):
             rows, row_weight, out = outputs
-            _C.layer_dispatch_gemm(self._c, buffer, (
+            return _C.layer_dispatch_gemm(self._c, buffer, (
                 x, weight, plan, rows, row_weight, *others, out, None, activation, alpha, limit,
                 self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, with_grad, FORWARD,
                 awaits_rows))
@@ -105,27 +107,6 @@ class FusedParts:
         (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, kept_for)
         return out, rows, row_weight, others[0]
 
-    def _dispatch_swiglu(self, x, weight, plan, gemm_weight, bias, buffer, num_rows):
-        """As _dispatch_gemm for SwiGLU in a training step.  Returns gate and up [M, N] before the rows."""
-        columns = gemm_weight.shape[1]
-
-        def make(n):
-            recv = self._empty(self._recv_words, dtype=torch.int32)
-            return ([self._empty(n, self.hidden), self._empty(n, dtype=torch.float32),
-                     self._empty(n, columns // 2), self._empty(n, columns)],
-                    [recv, aligned(gemm_weight), aligned(bias)])
-
-        def launch(outputs, others, awaits_rows):
-            rows, row_weight, out, kept = outputs
-            _C.layer_dispatch_gemm(self._c, buffer, (
-                x, weight, plan, rows, row_weight, *others, out, kept, SWIGLU, 0.0, 0.0, self._move_sms,
-                self._tail_sms, not self.block_wise_barrier, self._copies, True, FORWARD, awaits_rows))
-
-        call = plan, buffer, x.shape[0]
-        (rows, row_weight, out, kept), others = self._run_dispatch(call, num_rows, make, launch,
-                                                                   gemm_weight.data_ptr())
-        return out, kept, rows, row_weight, others[0]
-
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
                       with_grad=False):
         rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
@@ -134,29 +115,6 @@ class FusedParts:
         _C.layer_gemm_combine(self._c, buffer, (
             *tensors, self._move_sms, self._reduce_sms, self.combine_order == "serial", with_grad, FORWARD))
         return out, rows
-
-    # The backward of the two, with the same weights [L, N, K]: rows [M, N] times them are [M, K].
-
-    def _dispatch_dgrad(self, dy, plan, gemm_weight, buffer, num_rows):
-        """Return the product of each row of dy, and these rows."""
-        rows = self._empty(num_rows, self.hidden)
-        recv = self._empty(self._recv_words, dtype=torch.int32)
-        out = self._empty(num_rows, gemm_weight.shape[2])
-        dy, gemm_weight = aligned(dy), aligned(gemm_weight)
-        _C.layer_dispatch_gemm(self._c, buffer, (
-            dy, None, plan, rows, None, recv, gemm_weight, None, out, None, 0, 0.0, 0.0, self._move_sms,
-            self._tail_sms, not self.block_wise_barrier, 1, False, DGRAD, 0))
-        return out, rows
-
-    def _dgrad_combine(self, a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens):
-        """Return the sums [T, H] of the products, and the scalar of each choice [T, K]."""
-        rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
-        scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
-        a, gemm_weight, row_scalar = aligned(a), aligned(gemm_weight), aligned(row_scalar)
-        _C.layer_gemm_combine(self._c, buffer, (
-            a, gemm_weight, None, rows, None, row_scalar, plan, recv, out, scalar, self._move_sms,
-            self._reduce_sms, self.combine_order == "serial", False, DGRAD))
-        return out, scalar
 
     def _check_gemm_input(self, gemm_input, gemm_weight, layout, weight):
         """Check the rows and their weights before GEMM + combine.  Returns the weights, in float32."""

@@ -105,15 +105,20 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
 
 
 def has_kernel(a, b, dtypes=(torch.bfloat16, torch.float16)):
-    """Return whether epmoe has a kernel for rows a and weights b, which have one of these dtypes."""
+    """Return whether epmoe multiplies rows a and weights b, which have one of these dtypes.
+
+    On the CPU it multiplies bfloat16 and float16 of any sizes, on a GPU only sizes that the kernels take.
+    """
     sizes = a.shape[1], *b.shape[1:]
+    if a.device.type == "cpu":
+        return a.dtype in (torch.bfloat16, torch.float16) and 0 < min(sizes) and max(sizes) <= 1 << 24
     fits = 0 < min(sizes) and max(sizes) <= 1 << 24 and math.gcd(*sizes) % 16 == 0
     return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in dtypes and fits
             and capabilities(a.device).major >= 8)
 
 
 def tile_counter(a):
-    """Return a number in which one launch counts its tiles, or None where the module has one for the stream.
+    """Return a number in which one launch counts its tiles, or None where the module needs none, or has one.
 
     The number must be 0 before the launch, which also leaves it at 0, and no launch that overlaps may use it.
     The module has one for each stream, but not for a launch that is captured for a CUDA graph: a replay may
@@ -126,6 +131,8 @@ def tile_counter(a):
 def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
     if not has_kernel(a, b):
         return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
+    if a.device.type == "cpu":
+        rows_of_experts(offsets, a.shape[0])  # raises
     a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
     counter = tile_counter(a)
@@ -300,8 +307,8 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     weight, bias and row_weight, any number of times.
 
     bfloat16 and float16 on CUDA (compute capability 8.0 or newer), with N and K multiples of 16: a kernel of
-    epmoe, which sums in float32 and needs no host read of the sizes.  Otherwise: torch, one product per
-    expert.
+    epmoe, which sums in float32 and needs no host read of the sizes.  bfloat16 and float16 on the CPU: epmoe,
+    in C, which also sums in float32.  Otherwise: torch, one product per expert.
 
     FP8: x and weight of float8_e4m3fn, as quantize_fp8 and quantize_fp8_weight give them.  Each 128 products
     along K are added up first; their sum is multiplied by a_scale * b_scale, rounded to float32, and added to

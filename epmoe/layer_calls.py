@@ -98,7 +98,8 @@ class LayerCalls:
 
         call: the plan, the buffer and the number of tokens.  make(n): returns the outputs, a
         list of tensors with n rows, and a list of other tensors.  launch(outputs, others, awaits_rows): calls
-        the module.  kept_for: None, or the address of the weights for whose backward the outputs are kept.
+        the module, and returns what it returns.  kept_for: None, or the address of the weights for whose
+        backward the outputs are kept.
         """
         plan, buffer, _ = call
         if num_rows < 0:
@@ -129,13 +130,12 @@ class LayerCalls:
             return None
         is_kept = kept_for is not None
         awaits_rows = 1 + room // 8 if is_kept else ANY_ROOM
-        launch(*made, awaits_rows)
-        num_rows = self._num_rows(plan, buffer)
+        num_rows, is_launched, _ = launch(*made, awaits_rows)
         too_large = room - num_rows >= awaits_rows
         if len(self._rooms) >= MOST_ROOMS and key not in self._rooms:
             self._rooms.clear()
         self._rooms[key] = room_after(room, num_rows, is_kept, too_large)
-        if num_rows > room or too_large:
+        if not is_launched:
             return None
         for t in made[0] if num_rows < room else ():
             if t is not None:
@@ -150,7 +150,8 @@ class LayerCalls:
             return [self._empty(n, self.hidden), row_weight], [recv]
 
         def launch(outputs, others, awaits_rows):
-            _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad, awaits_rows))
+            return _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad,
+                                                       awaits_rows))
 
         call = plan, buffer, x.shape[0]
         (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,

@@ -379,9 +379,9 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             decode: True: take the low-latency path (enable_decode).  False: do not.  None: take it where the
                 shape of the module decides so, under torch.no_grad() or in inference mode; with weights in
                 FP8 always.  The same on all ranks.  The results have the same bits, with or without it,
-                except where the fused kernels are used, and on the CPU also where a token chooses an expert
-                twice: it then has one row there, not two, and torch.mm does not give the same bits for every
-                number of rows.
+                except where the fused kernels are used, and on the CPU in float32 also where a token chooses
+                an expert twice: it then has one row there, not two, and torch.mm does not give the same bits
+                for every number of rows.
 
         Returns:
             [.., H] of the layer's dtype: the weighted sum of the experts' outputs of each token.

@@ -174,12 +174,12 @@ class MoeParts(MoeTraining):
         try:
             weights = self._weights() if weights is None else weights
             scales = [getattr(self, n + moe_fp8.SCALE) for n in moe_fp8.WEIGHTS] if self.is_fp8 else ()
-            trains = experts_ops.trains(layer, x, topk_weights, *weights)
+            takes = not self.is_fp8 and experts_ops.takes(layer, x, topk_weights, *weights)
             if isinstance(layer, EpAll2AllFusedOp) and not torch.compiler.is_compiling():
                 _check_strides(gate_up_proj=weights[0], down_proj=weights[2])
         except Exception as error:
             layer._refuse(_C.OP_PLAN, error, 0)
-        if trains:
+        if takes:
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation)
         if not isinstance(layer, EpAll2AllFusedOp):
             return self._unfused(layer, x, topk_idx, topk_weights, *weights)

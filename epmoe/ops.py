@@ -147,7 +147,7 @@ def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requi
 # ---- backward ----
 
 
-def saved_tensors(ctx, op, grad):
+def saved_tensors(ctx, layer, op, grad):
     """Return what a backward has saved.
 
     torch raises an error where a saved parameter was changed in place, and in a second backward without
@@ -163,7 +163,7 @@ def saved_tensors(ctx, op, grad):
         is_of_forward = error.__traceback__.tb_next is not None
         if is_traced or is_of_forward:
             raise
-        layer_of(ctx.layer)._refuse(op, error, ctx.buffer)
+        layer._refuse(op, error, ctx.buffer)
 
 
 def _save_dispatch(ctx, inputs, output):
@@ -174,7 +174,7 @@ def _save_dispatch(ctx, inputs, output):
 
 
 def _dispatch_backward(ctx, d_rows, d_row_weight, _):
-    plan, recv = saved_tensors(ctx, _C.OP_COMBINE, d_rows)
+    plan, recv = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_COMBINE, d_rows)
     with reporting(layer_of(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
         check_mode(d_rows, d_row_weight, may_batch=True)
         d_rows = d_rows.contiguous()
@@ -200,7 +200,7 @@ def row_dots(g, rows):
 
 def _combine_backward(ctx, d_out, d_scalar):
     # Read once: under checkpointing a second read is an error.
-    plan, *weighted = saved_tensors(ctx, _C.OP_DISPATCH, d_out)
+    plan, *weighted = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_DISPATCH, d_out)
     d_weight = None
     with reporting(layer_of(ctx.layer), _C.OP_DISPATCH, ctx.buffer, plan):
         check_mode(d_out, d_scalar, *weighted, may_batch=True)

@@ -1,15 +1,17 @@
-"""Shared parts of the tests of the fused operator: cases, an operator that replaces the kernels on the CPU,
-and sums in float64.
+"""Shared parts of the tests of the fused operator: cases, an operator that counts its launches, and sums in
+float64.
 
 On a GPU of compute capability 9.x one launch does dispatch + GEMM, and one launch does GEMM + combine. On the
-CPU StagedOp runs the stages in the place of each launch. So the Python code around the launches is tested on
-the CPU too. Faults of the kernels themselves are found only on GPUs, under torchrun.
+CPU each of these operations runs its stages. So all code around the launches is tested on the CPU too. Faults
+of the kernels themselves are found only on GPUs, under torchrun.
 
 Memory that is not written holds NaN (see conftest.py), and so does staging memory (see poison_staging).
 """
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import types
 
 import torch
@@ -17,11 +19,8 @@ import torch
 import cases
 import epmoe
 from cases import Case, generator, indices_of, num_tokens, same_bits
-from epmoe import reference
-from epmoe.activation_ops import run_activation
+from epmoe import _C, reference
 from epmoe.activations import is_gated
-from epmoe.fused_ops import expert_offsets
-from epmoe.gemm import DGRAD, FORWARD, SWIGLU, is_transposed
 from test_gemm_products import EPS, TINY, check as check_product, forward64
 from test_plan_slots import make_op
 
@@ -132,78 +131,38 @@ class LatePlan:
             return super()._run_dispatch(*arguments, **options)
 
 
+class Launches:
+    """Counts the fused operations that the module runs for each layer, whoever calls it."""
+
+    def __init__(self):
+        self.of = collections.Counter()  # by the layer's capsule
+        for name in ("dispatch_gemm", "gemm_combine", "experts", "experts_down", "experts_up"):
+            call = getattr(_C, "layer_" + name)
+            setattr(_C, "layer_" + name, functools.partial(self._count, call))
+
+    def _count(self, call, layer, *arguments):
+        ran = call(layer, *arguments)
+        self.of[id(layer)] += ran[2]
+        return ran
+
+
+LAUNCHES = Launches()
+
+
 class StagedOp(epmoe.EpAll2AllFusedOp):
-    """An EpAll2AllFusedOp that takes the fused path on the CPU too, and counts its launches.
+    """An EpAll2AllFusedOp that counts its fused operations."""
 
-    On the CPU it runs the stages in the place of a fused kernel, and fills undefined rows with NaN.
-    """
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        LAUNCHES.of[id(self._c)] = 0  # a layer that is gone may have had this identity
 
-    num_launches = 0
-
-    def _is_fused(self, *products):
-        fits = self.fused and self.dtype in LOW and all(n % 16 == 0 for w in products for n in w.shape[1:])
-        fits = fits and not any(map(is_transposed, products))
-        return super()._is_fused(*products) or (self.device.type == "cpu" and fits)
-
-    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
-                       limit=0.0, with_grad=False):
-        self.num_launches += 1
-        if self.device.type == "cuda":
-            return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation,
-                                          alpha, limit, with_grad)
-        copies = x.repeat_interleave(self._copies, 0)
-        rows, row_weight, recv = self._dispatch(copies, weight, plan, buffer, num_rows, with_grad,
-                                                gemm_weight.data_ptr())
-        offsets = expert_offsets(self, plan)
-        out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation, False,
-                                           alpha, limit)
-        for t in (out, rows) if row_weight is None else (out, rows, row_weight):
-            t[offsets[-1]:] = torch.nan
-        return out, rows, row_weight, recv
-
-    def _dispatch_swiglu(self, x, weight, plan, gemm_weight, bias, buffer, num_rows):
-        if self.device.type == "cuda":
-            self.num_launches += 1
-            return super()._dispatch_swiglu(x, weight, plan, gemm_weight, bias, buffer, num_rows)
-        kept, *rest = self._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, 0,
-                                          with_grad=True)
-        return run_activation(kept, expert_offsets(self, plan), SWIGLU), kept, *rest
-
-    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
-                      with_grad=False):
-        self.num_launches += 1
-        if self.device.type == "cuda":
-            return super()._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
-                                         with_grad)
-        offsets = expert_offsets(self, plan)
-        rows = torch.ops.epmoe.grouped_gemm(a, gemm_weight, offsets, bias, None, FORWARD, 0, False)
-        rows[offsets[-1]:] = torch.nan
-        return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens, with_grad)[0], rows
-
-
-    def _dispatch_dgrad(self, dy, plan, gemm_weight, buffer, num_rows):
-        self.num_launches += 1
-        if self.device.type == "cuda":
-            return super()._dispatch_dgrad(dy, plan, gemm_weight, buffer, num_rows)
-        g, _, _ = self._dispatch(dy, None, plan, buffer, num_rows)
-        offsets = expert_offsets(self, plan)
-        out = torch.ops.epmoe.grouped_gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False)
-        for t in (g, out):
-            t[offsets[-1]:] = torch.nan
-        return out, g
-
-    def _dgrad_combine(self, a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens):
-        self.num_launches += 1
-        if self.device.type == "cuda":
-            return super()._dgrad_combine(a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens)
-        offsets = expert_offsets(self, plan)
-        rows = torch.ops.epmoe.grouped_gemm(a, gemm_weight, offsets, None, None, DGRAD, 0, False)
-        rows[offsets[-1]:] = torch.nan
-        return self._combine(rows, None, row_scalar, plan, recv, buffer, num_tokens)
+    @property
+    def num_launches(self):
+        return LAUNCHES.of[id(self._c)]
 
 
 def has_fused_path(device):
-    """Whether StagedOp calls _dispatch_gemm and _gemm_combine on this device."""
+    """Whether a device has fused operations."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
 

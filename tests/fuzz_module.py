@@ -194,7 +194,7 @@ SIGNATURES = {
     "layer_dispatch": "L small | x weight? plan rows row_weight? recv small small",
     "layer_dispatch_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
                           " recv small",
-    "layer_combine": "L small | rows row_weight? row_weight? plan recv out out_scalar? small",
+    "layer_combine": "L small | rows row_weight? row_weight? x? x? plan recv out out_scalar? small small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out out? small"
                            " seconds seconds small small small small small small small",
@@ -205,6 +205,15 @@ SIGNATURES = {
                           " out_scalar? small small small small small",
     "layer_gemm_combine_fp8": "L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? plan"
                               " recv out small small small",
+    "layer_experts": "L small | x idx weight tensor weight? tensor weight? plan recv rows row_weight out?"
+                     " tensor tensor out small seconds seconds small small small small small small small"
+                     " small small small",
+    "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight small"
+                          " seconds seconds small small small small small small",
+    "layer_experts_up": "L small | rows tensor row_weight plan recv rows rows rows out? rows out out_scalar"
+                        " out? small small small small",
+    "layer_ll_experts": "LL small | fast_x idx weight tensor weight? tensor weight? handle compact counts"
+                        " tensor compact fast_x small seconds seconds",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
     "grouped_gemm_fp8": "small seconds seconds x rows scales plan weight? row_weight? plan out small",

@@ -7,13 +7,35 @@ import torch
 
 import epmoe
 from cases import generator, misaligned
-from epmoe import reference
-from epmoe.activation_ops import run_activation, run_activation_backward
+from epmoe import _C, reference
 from epmoe.activations import is_gated
-from epmoe.gemm import as_kernel
+from epmoe.gemm import GATED, aligned, as_kernel
 from test_gemm_products import ACTIVATIONS, EPS, TINY
 
 LOW = [torch.bfloat16, torch.float16]
+
+
+def run_activation_backward(h, d, offsets, row_weight, activation, alpha=0.0, limit=0.0, in_place=False):
+    """Return (w * d * y'(h), w * y, the sum of d * y of each row) for y = activation(h).
+
+    h is [M, I], or [M, 2I] for a gated activation, d [M, I], both of bfloat16 or float16; row_weight w is
+    float32 [M] or None.  Numbers are float32 in between, and the third result [M] is float32, a sum in a
+    fixed order.  Rows that belong to no expert are undefined.  in_place: the second result is written over d.
+    """
+    h, d, offsets, row_weight = map(aligned, (h, d, offsets, row_weight))
+    d_h = torch.empty_like(h)
+    weighted = d if in_place else torch.empty_like(d)
+    dots = torch.empty(len(d), dtype=torch.float32, device=d.device)
+    _C.activation(activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots)
+    return d_h, weighted, dots
+
+
+def run_activation(h, offsets, activation, alpha=0.0, limit=0.0):
+    """Return activation(h) [M, I], rounded once.  h and the rest are as for run_activation_backward."""
+    h = aligned(h)
+    y = h.new_empty(h.shape[0], h.shape[1] // (2 if activation in GATED else 1))
+    _C.activation(activation, alpha, limit, h, None, aligned(offsets), None, None, y, None)
+    return y
 
 
 def problem(activation, rows, columns, dtype, device, before=0, after=0):
@@ -53,7 +75,7 @@ def test_activation_gradients_equal_float64(ranks, activation, dtype):
         h, d, offsets, w = problem(activation, 33, columns, dtype, ranks.device, before=2, after=3)
         w = w if weighted else None
         got = run_activation_backward(h, d, offsets, w, *kernel)
-        again = torch.ops.epmoe.activation_backward(h, d, offsets, w, *kernel)
+        again = run_activation_backward(h, d, offsets, w, *kernel)
         used = slice(2, 35)
         want, size = wanted(h[used], d[used], None if w is None else w[used], activation)
         eps, tiny = EPS[dtype], TINY[dtype]

@@ -30,7 +30,7 @@ class StagedOp(epmoe.EpAll2AllFusedOp):
 
     def _check_options(self):
         super()._check_options()
-        self._has_kernels = self._has_kernels or self.device.type == "cpu"
+        self._has_fused_fp8 = self._has_fused_fp8 or self.device.type == "cpu"
 
     def _dispatch_gemm_fp8(self, x, x_scale, weight, plan, weights, buffer, num_rows, activation):
         self.num_launches += 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import epmoe
-from epmoe import _C
+from epmoe import _C, experts_ops
 from epmoe.bench.shapes import SHAPES
 from epmoe.fused import fuses
 from epmoe.gemm import DGRAD, as_kernel
@@ -42,17 +42,10 @@ def passed_arguments(world, options):
         op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)), True)
         op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies, True)
         forward = last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
-        op._dispatch_swiglu(t, t[:, :2].float(), plan, weight, None, 0, 24)
-        training = last_arguments(dispatch, DISPATCH)
-        op._dispatch_dgrad(t, plan, weight, 0, 24)
-        op._dgrad_combine(t, weight, t[:, 0].float(), plan, plan, 0, 12)
-        backward = last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
+    knobs = experts_ops._knobs(op, True)  # what EPMoE passes
+    assert knobs == (True, *(forward[0][n] for n in ("num_move", "num_tail", "waits_for_expert")),
+                     *(forward[1][n] for n in ("num_reduce", "is_serial")))
     op.finalize()
-    of_backward = {"requires_grad": False, "kind": DGRAD}
-    assert training == forward[0] | dict(zip(("activation", "alpha", "limit"), as_kernel("swiglu")))
-    without = {"activation": 0, "alpha": 0, "limit": 0, "num_copies": 1}
-    assert backward[0] == forward[0] | of_backward | without
-    assert backward[1] == forward[1] | of_backward
     return forward
 
 
@@ -100,7 +93,7 @@ def test_fused_kernels_have_sizes_of_16(dtype, fused):
     """The module refuses other sizes, so the stages compute them. They also read transposed weights."""
     with epmoe.World() as world:
         op = make_op(world, torch.device("cpu"), dataclasses.replace(CASE, dtype=dtype), fused=fused)
-        op._has_kernels = True  # as on a GPU that has them
+        op._has_fused_fp8 = True  # as on a GPU that has them
         shapes = ((96, 64), (16, 16), (24, 64), (96, 72), (1, 64), (97, 65))
         found = [op._is_fused(torch.empty(2, *shape, dtype=dtype)) for shape in shapes]
         transposed = op._is_fused(torch.empty(2, 64, 96, dtype=dtype).transpose(1, 2))
@@ -115,7 +108,7 @@ def test_fused_default_in_fp8_depends_on_columns(ranks):
         for tokens, fused in ((2000, None), (2000, True), (2000, False), (1000, None)):
             op = epmoe.EpAll2AllFusedOp(world, tokens, 128, 2, num_tot_experts=4, dtype=torch.bfloat16,
                                         device=device, fused=fused)
-            op._has_kernels = True  # as on a GPU that has them
+            op._has_fused_fp8 = True  # as on a GPU that has them
             found.append([op._is_fused_fp8(torch.empty(2, columns, 128, device="meta"), "swiglu")
                           for columns in (3072, 4096)])
             op.finalize()

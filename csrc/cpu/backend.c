@@ -317,6 +317,41 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
     return 0;
 }
 
+static int gemm(int device, const EpGemmParams *p, void *stream) {
+    (void)device, (void)stream;
+    return ep_cpu_gemm(p);
+}
+/* The fused operations: here their stages, one after the other. */
+static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
+    EpGemmParams g = p->gemm;
+    const uint32_t num_out = ep_gemm_out_cols(&g);
+    g.row_weight = NULL; /* the place of p->gemm.kept */
+    EP_TRY(dispatch(device, &p->dispatch, p->num_move_blocks, stream));
+    if (p->gemm.kept) {
+        EpActivationParams act = {.h = p->gemm.kept,
+                                  .offsets = g.offsets,
+                                  .weighted = g.out,
+                                  .num_rows = g.num_rows,
+                                  .num_experts = g.num_experts,
+                                  .num_cols = num_out,
+                                  .is_f16 = g.is_f16};
+        ep_act_numbers(&act, g.activation, g.alpha, g.limit);
+        ep_gemm_set_activation(&g, EP_ACT_NONE, 0, 0);
+        g.out = p->gemm.kept;
+        EP_TRY(ep_cpu_gemm(&g));
+        ep_cpu_activation(&act);
+        return 0;
+    }
+    return ep_cpu_gemm(&g);
+}
+static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
+    const int code = ep_cpu_gemm(&p->gemm);
+    if (!code) return combine(device, &p->combine, p->num_move_blocks, stream);
+    EpComm comm = p->combine.comm;
+    comm.status = code;
+    ep_cpu_enter(&comm, EP_OP_GEMM_COMBINE); /* refuses */
+    return code;
+}
 static int activation(int device, const EpActivationParams *p, void *stream) {
     (void)device, (void)stream;
     ep_cpu_activation(p);
@@ -350,6 +385,9 @@ const EpBackend ep_cpu_backend = {
     .clear = clear,
     .signal = signal_word,
     .wait = wait_word,
+    .gemm = gemm,
+    .dispatch_gemm = dispatch_gemm,
+    .gemm_combine = gemm_combine,
     .activation = activation,
     .quantize = quantize,
     .preload = preload,

@@ -40,6 +40,9 @@ static int32_t home_slot(const EpDispatchParams *p, uint32_t t, uint32_t r) {
     return p->plan[p->layout.token_slot_off + (uint64_t)t * p->comm.shape.num_ranks + r];
 }
 
+static const unsigned char *input_row(const EpDispatchParams *p, uint32_t t) {
+    return (const unsigned char *)p->x + (uint64_t)(t / p->num_copies) * p->comm.layout.row_bytes;
+}
 static float scale_of_input(const EpRowScales *s, const EpDispatchParams *p, uint32_t t, uint32_t group) {
     return s->x[(int64_t)(t / p->num_copies) * s->x_row + (int64_t)group * s->x_group];
 }
@@ -51,7 +54,7 @@ static void send_slot(const EpDispatchParams *p, const EpRowScales *scales, uint
              t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)r * p->layout.num_tokens + slot];
     unsigned char *to = ep_slot_at(c, r, c->my_rank, slot), *trailer = to + c->layout.row_bytes;
     int32_t meta[EP_TRAILER_ROWS + EP_MAX_TOPK];
-    memcpy(to, (const unsigned char *)p->x + t * c->layout.row_bytes, c->layout.row_bytes);
+    memcpy(to, input_row(p, t), c->layout.row_bytes);
     meta[EP_TRAILER_TOKEN] = (int32_t)t;
     meta[EP_TRAILER_RETURN_SLOT] = home_slot(p, t, r);
     rows_at_rank(p, t, r, meta + EP_TRAILER_ROWS);
@@ -102,7 +105,7 @@ static bool receive_chunk(const EpDispatchParams *p, const EpRowScales *scales, 
         const unsigned char *row = ep_slot_at(c, c->my_rank, task.rank, slot);
         if (task.rank == c->my_rank) { /* tokens of this rank: read them from the input */
             uint32_t t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)c->my_rank * T + slot];
-            row = (const unsigned char *)p->x + t * c->layout.row_bytes;
+            row = input_row(p, t);
             meta[EP_TRAILER_TOKEN] = (int32_t)t;
             meta[EP_TRAILER_RETURN_SLOT] = home_slot(p, t, c->my_rank);
             rows_at_rank(p, t, c->my_rank, meta + EP_TRAILER_ROWS);

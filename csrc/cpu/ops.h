@@ -1,6 +1,6 @@
 /* cpu/ops.h - the stages of the CPU backend: the code that a worker thread runs.
  *
- * Exports ep_cpu_plan, ep_cpu_enter, ep_cpu_activation, and dispatch and combine of both kinds.
+ * Exports ep_cpu_plan, ep_cpu_enter, ep_cpu_activation, ep_cpu_gemm, and dispatch and combine of both kinds.
  * Dispatch and combine run on all num_workers of a rank at once, and each call is one worker's part. A plan
  * is small and runs on one worker.
  * Invariant: ranks synchronise only through the words of protocol/flags.h and the count cells of
@@ -19,6 +19,8 @@ void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_work
 void ep_cpu_ll_dispatch(const EpLlDispatchParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_ll_combine(const EpLlCombineParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_activation(const EpActivationParams *p);
+/* The grouped GEMM of bf16 or fp16, in the calling thread: 0, or an error. */
+int ep_cpu_gemm(const EpGemmParams *p);
 /* Run an operation without data. When it returns, all ranks have entered, or the operation has failed. If
  * comm.status is set, this rank refuses operation `op`, whose arguments it could not accept. */
 void ep_cpu_enter(const EpComm *c, uint32_t op);

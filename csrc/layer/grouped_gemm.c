@@ -38,9 +38,14 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     if (L >= INT32_MAX || M > INT32_MAX)
         return ep_error(EP_EINVAL, "%lld experts, %lld rows: both must be less than 2^31", (long long)L,
                         (long long)M);
-    if (N < 16 || K < 16 || N % 16 || K % 16 || N > EP_GEMM_MAX_COLS || K > EP_GEMM_MAX_COLS)
-        return ep_error(EP_EINVAL, "weights of %lld by %lld: both sizes must be multiples of 16, at most %u",
-                        (long long)N, (long long)K, EP_GEMM_MAX_COLS);
+    const int64_t unit = a->kind == EP_CUDA ? 16 : 1;
+    if (N < unit || K < unit || N % unit || K % unit || N > EP_GEMM_MAX_COLS || K > EP_GEMM_MAX_COLS)
+        return ep_error(EP_EINVAL,
+                        "weights of %lld by %lld: both sizes must be positive multiples of %lld, at most %u",
+                        (long long)N, (long long)K, (long long)unit, EP_GEMM_MAX_COLS);
+    if (ep_gemm_is_gated(g->activation) && N % 2)
+        return ep_error(EP_EINVAL, "weights of %lld rows: a gated activation needs an even number",
+                        (long long)N);
     p->num_rows = (uint32_t)M;
     p->num_experts = (uint32_t)L;
     p->n = (uint32_t)N;
@@ -80,11 +85,14 @@ static int read_scales(const EpGemm *g, const EpGemmParams *p, EpGemmScales *sca
 }
 
 int ep_grouped_gemm(const EpGemm *g, void *stream) {
-    const EpBackend *backend = ep_backend(EP_CUDA);
+    const EpBackendKind where = g->a->kind;
+    const EpBackend *backend = ep_backend(where);
     EpGemmParams p = {0};
     EpGemmScales scales;
     if (!backend) return EP_EINVAL;
     EP_TRY(check_sizes(g, &p));
+    if (g->a_scale && !backend->gemm_fp8)
+        return ep_error(EP_EINVAL, "rows in FP8 on the CPU: the grouped GEMM of FP8 runs on CUDA only");
     if (g->a_scale) EP_TRY(read_scales(g, &p, &scales));
     const int64_t L = p.num_experts, M = p.num_rows, N = p.n, K = p.k, out_cols = ep_gemm_out_cols(&p);
     const bool is_forward = g->kind == EP_GEMM_FORWARD, is_wgrad = g->kind == EP_GEMM_WGRAD;
@@ -104,7 +112,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"row weight", g->row_weight, EP_F32, 1, {M, -1, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
-        EP_TRY(ep_tensor_check(&wanted[i], EP_CUDA, g->a->device, 16));
+        EP_TRY(ep_tensor_check(&wanted[i], where, g->a->device, where == EP_CUDA ? 16 : 2));
     if (!is_forward && (g->bias || g->row_weight))
         return ep_error(EP_EINVAL,
                         "bias and row_weight: must be absent, because only the forward GEMM applies them");
@@ -125,8 +133,8 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     p.out = g->out->data;
     p.offsets = (const int32_t *)g->offsets->data;
     if (g->tile_counter) p.tile_counter = (uint64_t *)g->tile_counter->data;
-    else EP_TRY(backend->tile_counter(g->a->device, stream, &p.tile_counter));
-    if (!p.tile_counter)
+    else if (backend->tile_counter) EP_TRY(backend->tile_counter(g->a->device, stream, &p.tile_counter));
+    if (backend->tile_counter && !p.tile_counter)
         return ep_error(EP_EINVAL, "tile counter: the library has none for this stream, which is captured or "
                                    "came after many others: pass one");
     p.bias = g->bias ? g->bias->data : NULL;

@@ -35,8 +35,8 @@ static int rows_of_older_plan(EpLayer *l, const EpTensor *plan, void *stream, ui
     return 0;
 }
 
-/* The same as ep_layer_num_rows, on a locked buffer. */
-static int num_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows) {
+int ep_layer_rows_locked(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream,
+                         uint32_t *num_rows) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
     if (plan && plan->data != l->newest[buffer]) return rows_of_older_plan(l, plan, stream, num_rows);
     EpCommBuffer *b = &l->buffers[buffer];
@@ -64,7 +64,7 @@ static int num_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *
 
 int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows) {
     EP_TRY(ep_layer_lock(l, buffer));
-    return ep_layer_unlock(l, buffer, num_rows_of(l, buffer, plan, stream, num_rows));
+    return ep_layer_unlock(l, buffer, ep_layer_rows_locked(l, buffer, plan, stream, num_rows));
 }
 
 static int expert_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream,
@@ -72,7 +72,7 @@ static int expert_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, voi
     const uint32_t num = *num_experts = ep_num_local_experts(&l->config.shape);
     uint32_t num_rows;
     int32_t first[EP_MAX_EXPERTS + 1];
-    EP_TRY(num_rows_of(l, buffer, plan, stream, &num_rows));
+    EP_TRY(ep_layer_rows_locked(l, buffer, plan, stream, &num_rows));
     if (!l->config.host_counts)
         return ep_error(EP_EINVAL, "the host has the rows of experts only in a layer with host_counts: read "
                                    "them on the device");
@@ -80,7 +80,7 @@ static int expert_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, voi
         memcpy(expert_rows, l->buffers[buffer].comm.host->expert_rows, num * sizeof *expert_rows);
         return 0;
     }
-    /* Another thread has made a newer plan. num_rows_of has waited for this one. */
+    /* Another thread has made a newer plan. ep_layer_rows_locked has waited for this one. */
     const uint64_t off = ep_plan_layout(&l->config.shape, 0).expert_row_off;
     if ((uint64_t)plan->shape[0] < off + num + 1)
         return ep_error(EP_EINVAL, "a plan of %lld words: wanted at least %llu", (long long)plan->shape[0],
@@ -219,7 +219,8 @@ _Static_assert(!offsetof(EpDispatchFp8Params, dispatch) && !offsetof(EpDispatchG
                    !offsetof(EpDispatchGemmFp8Params, plain),
                "the parameters of dispatch come first");
 
-static int run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
+int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream,
+                        EpRan *ran) {
     EpCommBuffer *b;
     EpOpParams p;
     uint32_t num_rows = 0, awaits_rows = 0;
@@ -229,18 +230,24 @@ static int run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void 
     if (!code) code = prepare(l, b, op, args, &p);
     /* If the plan has failed, no rank enters the operation. So its error goes before a failed check. */
     const EpTensor *plan = awaited_plan((EpOpKind)op, args, &awaits_rows);
-    if (plan) EP_TRY(num_rows_of(l, buffer, plan, stream, &num_rows));
+    if (plan) EP_TRY(ep_layer_rows_locked(l, buffer, plan, stream, &num_rows));
     const uint32_t room = p.dispatch.num_rows;
+    if (ran && plan) ran->num_rows = num_rows;
     if (plan && !code && (num_rows > room || room - num_rows >= awaits_rows)) return 0;
     if (code) return ep_layer_fail(l, buffer, op, code, stream);
+    if (ran) {
+        ran->is_launched = true;
+        ran->num_fused += op == EP_OP_DISPATCH_GEMM || op == EP_OP_GEMM_COMBINE;
+    }
     const uint64_t record = ep_comm_begin_call(b, op, num_tokens_of((EpOpKind)op, &p), 0, stream);
     code = launch(l, (EpOpKind)op, &p, stream);
     return ep_layer_end(l, b, op, record, code, stream);
 }
 
-int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
+int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran) {
+    *ran = (EpRan){0};
     EP_TRY(ep_layer_lock(l, buffer));
-    return ep_layer_unlock(l, buffer, run(l, buffer, op, args, stream));
+    return ep_layer_unlock(l, buffer, ep_layer_run_locked(l, buffer, op, args, stream, ran));
 }
 
 static int trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {

@@ -1,4 +1,4 @@
-/* layer_state.h - the inside of a layer, for layer.c and layer_ops.c.
+/* layer_state.h - the inside of a layer, for layer.c, layer_ops.c and experts.c.
  *
  * layer.c creates the layer and begins and ends its operations. layer_ops.c checks their arguments.
  * Invariant: buffers[0 .. config.num_buffers) are the communication buffers; each runs one operation at a
@@ -44,5 +44,9 @@ int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int 
 /* Refuse the operation on a locked buffer to the other ranks, because this thread has an error, and keep the
  * text of that error. */
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);
+/* ep_layer_num_rows on a locked buffer. */
+int ep_layer_rows_locked(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows);
+/* Run an operation on a locked buffer. ran: NULL, or what the call has done, to which this is added. */
+int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran);
 
 #endif /* EP_LAYER_STATE_H */

@@ -26,8 +26,8 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     const EpShape *s = &l->config.shape;
     const EpBackendKind kind = ep_heap_kind(l->heap);
     const int device = ep_heap_device(l->heap);
-    if (!ep_heap_backend(l->heap)->dispatch_gemm)
-        return ep_error(EP_EINVAL, "the fused kernels run on CUDA only, but this layer is on the CPU");
+    if (product->is_fp8 && !ep_heap_backend(l->heap)->dispatch_gemm_fp8)
+        return ep_error(EP_EINVAL, "the fused kernels of FP8 run on CUDA only, but this layer is on the CPU");
     if (s->dtype == EP_F32)
         return ep_error(EP_ETYPE,
                         "the fused kernels multiply bfloat16 and float16, but this layer has float32");
@@ -84,15 +84,19 @@ static int check_no_padding(const EpLayer *l) {
                     "a layer with an expert_alignment or an expert_capacity has no fused operations");
 }
 
+/* On the CPU the communication of a fused operation has the workers of an operation without a product. */
+static uint32_t num_workers(const EpLayer *l, uint32_t num_blocks) {
+    return ep_heap_kind(l->heap) == EP_CPU ? l->config.num_sm : num_blocks;
+}
 /* The division of the work, and where the rows of the experts are: the same for all dtypes of rows. */
-static int set_movers(uint32_t num_move, uint32_t num_tail, uint32_t waits_for_expert,
+static int set_movers(const EpLayer *l, uint32_t num_move, uint32_t num_tail, uint32_t waits_for_expert,
                       EpDispatchGemmParams *p) {
     if (num_tail && num_tail >= num_move)
         return ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", num_tail, num_move);
     if (num_move < 1)
         return ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
     p->gemm.offsets = p->dispatch.plan + p->dispatch.layout.expert_row_off;
-    p->num_move_blocks = num_move;
+    p->num_move_blocks = num_workers(l, num_move);
     p->num_tail_blocks = num_tail;
     p->waits_for_expert = waits_for_expert != 0;
     return 0;
@@ -109,7 +113,7 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
     EP_TRY(check_no_padding(l));
     EP_TRY(ep_layer_check_dispatch(l, &first, l->config.shape.dtype, a->num_copies, &p->dispatch));
     EP_TRY(check_product(l, &product, &p->gemm));
-    return set_movers(a->num_move, a->num_tail, a->waits_for_expert, p);
+    return set_movers(l, a->num_move, a->num_tail, a->waits_for_expert, p);
 }
 
 /* Check the scales of the weights of a product, which is checked, and fill in theirs. */
@@ -142,18 +146,19 @@ int ep_prepare_dispatch_gemm_fp8(EpLayer *l, const EpCommBuffer *b, const EpDisp
     p->scales.a = p->row_scales.rows;
     p->scales.a_row = (uint64_t)p->row_scales.row_step;
     p->scales.a_k = (uint64_t)p->row_scales.group_step;
-    return set_movers(a->num_move, a->num_tail, a->waits_for_expert, &p->plain);
+    return set_movers(l, a->num_move, a->num_tail, a->waits_for_expert, &p->plain);
 }
 
 /* The division of the work, and where the rows of the experts are: the same for all dtypes of rows. */
-static int set_returners(uint32_t num_move, uint32_t num_reduce, uint32_t is_serial, EpGemmCombineParams *p) {
+static int set_returners(const EpLayer *l, uint32_t num_move, uint32_t num_reduce, uint32_t is_serial,
+                         EpGemmCombineParams *p) {
     if (num_move < 1 || num_reduce < 1)
         return ep_error(EP_EINVAL,
                         "num_sm %u, num_reduce_sms %u: both must be at least 1, so that thread blocks send "
                         "rows and add them up",
                         num_move, num_reduce);
     p->gemm.offsets = p->combine.plan + p->combine.layout.expert_row_off;
-    p->num_move_blocks = num_move;
+    p->num_move_blocks = num_workers(l, num_move);
     p->num_reduce_blocks = num_reduce;
     p->is_serial = is_serial != 0;
     return 0;
@@ -176,7 +181,7 @@ int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombi
     EP_TRY(check_product(l, &product, &p->gemm));
     if (a->row_scalar && a->kind != EP_GEMM_DGRAD)
         return ep_error(EP_EINVAL, "row_scalar: must be absent, because only kind dgrad returns scalars");
-    return set_returners(a->num_move, a->num_reduce, a->is_serial, p);
+    return set_returners(l, a->num_move, a->num_reduce, a->is_serial, p);
 }
 
 int ep_prepare_gemm_combine_fp8(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineFp8Args *a,
@@ -195,5 +200,5 @@ int ep_prepare_gemm_combine_fp8(EpLayer *l, const EpCommBuffer *b, const EpGemmC
     p->scales.a = (const float *)a->a_scale->data;
     p->scales.a_row = (uint64_t)a->a_scale->stride[0];
     p->scales.a_k = (uint64_t)a->a_scale->stride[1];
-    return set_returners(a->num_move, a->num_reduce, a->is_serial, &p->plain);
+    return set_returners(l, a->num_move, a->num_reduce, a->is_serial, &p->plain);
 }

@@ -1,5 +1,6 @@
-/* ops.h - the operations of a layer, a row each. Their numbers, their names in errors and call records, the
- * structs of their arguments (epmoe.h) and the parsing of these in the Python module follow from the rows.
+/* ops.h - the operations of a layer, a row each, and the calls that run several of them. The numbers of the
+ * operations, their names in errors and call records, the structs of their arguments (epmoe.h) and the
+ * parsing of these in the Python module follow from the rows.
  *
  * A new operation is a row here, a prepare function and a launch in layer_ops.c, its line in _C.pyi, and its
  * stage in the backends. */
@@ -85,7 +86,7 @@ typedef enum {
     X(S, U32, requires_grad)       \
     X(S, U32, by_choice)
 
-/* Dispatch, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight [L][N][H],
+/* Dispatch, and the grouped GEMM of the rows that it places, on CUDA in one launch. gemm_weight [L][N][H],
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
  * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams; num_move, num_tail: see
  * EpDispatchGemmParams; num_copies: see EpDispatchParams. kept: NULL, or for SWIGLU gate and up, [>= M][N].
@@ -114,7 +115,7 @@ typedef enum {
     X(S, AWAITS, awaits_rows)
 
 /* The grouped GEMM of a [>= M][K] with gemm_weight [L][H][K] into rows [>= M][H], and the combine of these
- * rows, in one launch. CUDA only. num_move, num_reduce, is_serial: see EpGemmCombineParams. kind: EpGemmKind;
+ * rows, on CUDA in one launch. num_move, num_reduce, is_serial: see EpGemmCombineParams. kind: EpGemmKind;
  * for EP_GEMM_DGRAD gemm_weight is [L][K][H], and there is no bias; only then there may be a row_scalar. */
 #define EP_ARGS_gemm_combine(X, S)     \
     X(S, TENSOR, a)                    \
@@ -219,6 +220,120 @@ typedef enum {
     X(S, U32, num_move)                \
     X(S, U32, num_reduce)              \
     X(S, U32, is_serial)
+
+/* ---- calls that run several operations, one after the other ---- */
+
+/* C(name, Type, NAME): a call. The caller's error is reported in operation NAME, the first of the call. */
+#define EP_CALLS(C)                             \
+    C(experts, Experts, PLAN)                   \
+    C(experts_down, ExpertsDown, DISPATCH)      \
+    C(experts_up, ExpertsUp, COMBINE)           \
+    C(ll_experts, LlExperts, LL_DISPATCH)
+
+/* The experts, from tokens to tokens: plan, dispatch, activation(rows * gate_up^T + bias), rows * down^T +
+ * bias, combine. x, indices, weight, plan, rows, row_weight and recv are as in plan and dispatch; weight is
+ * given. gate_up [L][N][H], down [L][H][I], biases [L][N] and [L][H]. Outputs: a [>= M][I], out_rows
+ * [>= M][H] (may be rows where h is NULL), out [T][H]. h: NULL, or [>= M][N], which keeps the input of the
+ * activation for a backward; the activation is then that of the rounded numbers. is_fused: each product
+ * shares a launch with the communication beside it. is_planned: the plan exists, and indices is not read. If
+ * nothing was launched after the plan, because the outputs do not fit (awaits_rows), the caller calls again,
+ * with is_planned. The rest is as in dispatch_gemm and gemm_combine. */
+#define EP_ARGS_experts(X, S)       \
+    X(S, TENSOR, x)                 \
+    X(S, OPTIONAL, indices)         \
+    X(S, TENSOR, weight)            \
+    X(S, TENSOR, gate_up)           \
+    X(S, OPTIONAL, gate_up_bias)    \
+    X(S, TENSOR, down)              \
+    X(S, OPTIONAL, down_bias)       \
+    X(S, PLAN, plan)                \
+    X(S, OWN, recv)                 \
+    X(S, OWN, rows)                 \
+    X(S, OWN, row_weight)           \
+    X(S, OWN_OUT_OPTIONAL, h)           \
+    X(S, OWN, a)                    \
+    X(S, OWN, out_rows)             \
+    X(S, OWN, out)                  \
+    X(S, U32, activation)           \
+    X(S, F64, alpha)                \
+    X(S, F64, limit)                \
+    X(S, U32, requires_grad)        \
+    X(S, U32, is_fused)             \
+    X(S, U32, num_move)             \
+    X(S, U32, num_tail)             \
+    X(S, U32, waits_for_expert)     \
+    X(S, U32, num_reduce)           \
+    X(S, U32, is_serial)            \
+    X(S, U32, sort_slots)           \
+    X(S, U32, is_planned)           \
+    X(S, AWAITS, awaits_rows)
+
+/* The first half of the backward of experts, before experts_up: dispatch of dy [T][H], its product with down,
+ * and the gradient of the activation. h and row_weight are those of experts. Outputs: g [>= M][H], dy of each
+ * row; weighted [>= M][I], the rows of the activation times their weights; d_h [>= M][N]; dots [>= M], the
+ * gradient of the weights of the rows without that of down_bias; recv is scratch. */
+#define EP_ARGS_experts_down(X, S)   \
+    X(S, TENSOR, dy)                 \
+    X(S, TENSOR, down)               \
+    X(S, PLAN, plan)                 \
+    X(S, OWN, h)                     \
+    X(S, OWN, row_weight)            \
+    X(S, OWN, recv)                  \
+    X(S, OWN, g)                     \
+    X(S, OWN, weighted)              \
+    X(S, OWN, d_h)                   \
+    X(S, OWN, dots)                  \
+    X(S, U32, activation)            \
+    X(S, F64, alpha)                 \
+    X(S, F64, limit)                 \
+    X(S, U32, is_fused)              \
+    X(S, U32, num_move)              \
+    X(S, U32, num_tail)              \
+    X(S, U32, waits_for_expert)      \
+    X(S, U32, num_reduce)            \
+    X(S, U32, is_serial)
+
+/* The second half: d_down [L][H][I] of g and weighted, or NULL; d_h times gate_up, whose rows (out_rows,
+ * which may be g) return and are added up in dx [T][H], with the dots in d_weight [T][K]; and d_gate_up
+ * [L][N][H] of d_h and rows, or NULL. */
+#define EP_ARGS_experts_up(X, S)     \
+    X(S, OWN, d_h)                   \
+    X(S, TENSOR, gate_up)            \
+    X(S, OWN, dots)                  \
+    X(S, PLAN, plan)                 \
+    X(S, OWN, recv)                  \
+    X(S, OWN, rows)                  \
+    X(S, OWN, g)                     \
+    X(S, OWN, weighted)              \
+    X(S, OWN_OUT_OPTIONAL, d_down)       \
+    X(S, OWN, out_rows) \
+    X(S, OWN, dx) \
+    X(S, OWN, d_weight) \
+    X(S, OWN_OUT_OPTIONAL, d_gate_up)    \
+    X(S, U32, is_fused)              \
+    X(S, U32, num_move)              \
+    X(S, U32, num_reduce)            \
+    X(S, U32, is_serial)
+
+/* The experts of few tokens, in a layer of mode EP_LOW_LATENCY: ll_dispatch into compact rows, both products,
+ * ll_combine. handle, rows and counts are as there; a [capacity][I], out_rows [capacity][H], out [T][H]. */
+#define EP_ARGS_ll_experts(X, S)     \
+    X(S, TENSOR, x)                  \
+    X(S, TENSOR, indices)            \
+    X(S, TENSOR, weight)             \
+    X(S, TENSOR, gate_up)            \
+    X(S, OPTIONAL, gate_up_bias)     \
+    X(S, TENSOR, down)               \
+    X(S, OPTIONAL, down_bias)        \
+    X(S, PLAN, handle)               \
+    X(S, OWN, rows)                  \
+    X(S, OWN, counts)                \
+    X(S, OWN, a)                     \
+    X(S, OWN, out_rows)              \
+    X(S, OWN, out)                   \
+    X(S, U32, activation)            \
+    X(S, F64, alpha)                 \
+    X(S, F64, limit)
 /* clang-format on */
 
 #endif /* EP_OPS_H */

@@ -172,17 +172,19 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
     return NULL;
 }
 
-/* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it ---- */
+/* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it, -> (rows of the
+ * plan that it awaited, whether it was launched, how many fused operations ran) ---- */
 
 enum { TENSOR, OPTIONAL, OUT, OWN, OWN_OUT, OWN_OUT_OPTIONAL, PLAN, PLAN_OUT, U32, F64, AWAITS };
-enum { MAX_ARGS = 20 };
+enum { MAX_ARGS = 32 };
 typedef struct {
     uint8_t kind;
     uint16_t off; /* of its field in the struct of the arguments */
 } Argument;
 typedef struct {
-    uint32_t op, num_args;
+    uint32_t op, num_args; /* op: of a call of several operations, the first */
     const Argument *args;
+    int (*call)(EpLayer *l, uint32_t buffer, const void *fields, void *stream, EpRan *ran); /* NULL: run op */
 } Operation;
 
 /* Read the numbers, and find the plan and whether the operation waits for it. */
@@ -226,15 +228,18 @@ static PyObject *run(const Operation *op, void *fields, PyObject *const *args, P
     if (!get_tensors(op, args[2], tensors, (char *)fields))
         return refuse_pending(l, buffer, op->op, plan, awaits);
     void *stream = ep_current_stream(ep_layer_heap(l), plan);
-    WITHOUT_LOCK(code = ep_layer_run(l, buffer, op->op, fields, stream));
-    return done_together(code);
+    EpRan ran;
+    WITHOUT_LOCK(code = op->call ? op->call(l, buffer, fields, stream, &ran)
+                                 : ep_layer_run(l, buffer, op->op, fields, stream, &ran));
+    if (code || PyErr_Occurred()) return done_together(code);
+    return Py_BuildValue("IOI", ran.num_rows, ran.is_launched ? Py_True : Py_False, ran.num_fused);
 }
 
 #define ROW(S, kind, name) {kind, offsetof(S, name)},
 #define X(NAME, name, Type, text)                                                                    \
     FAST(layer_##name) {                                                                             \
         static const Argument list[] = {EP_ARGS_##name(ROW, Ep##Type##Args)};                        \
-        static const Operation op = {EP_OP_##NAME, sizeof list / sizeof list[0], list};              \
+        static const Operation op = {EP_OP_##NAME, sizeof list / sizeof list[0], list, NULL};        \
         _Static_assert(sizeof list / sizeof list[0] <= MAX_ARGS, "run() has room for every tensor"); \
         Ep##Type##Args fields;                                                                       \
         (void)self;                                                                                  \
@@ -244,6 +249,23 @@ static PyObject *run(const Operation *op, void *fields, PyObject *const *args, P
 EP_OPERATIONS(X, B)
 #undef X
 #undef B
+
+/* ---- calls of several operations: layer_NAME(layer, buffer, arguments) -> what an operation returns ---- */
+
+#define C(name, Type, NAME)                                                                             \
+    static int call_##name(EpLayer *l, uint32_t buffer, const void *fields, void *stream, EpRan *ran) { \
+        return ep_layer_##name(l, buffer, (const Ep##Type##Args *)fields, stream, ran);                 \
+    }                                                                                                   \
+    FAST(layer_##name) {                                                                                \
+        static const Argument list[] = {EP_ARGS_##name(ROW, Ep##Type##Args)};                           \
+        static const Operation op = {EP_OP_##NAME, sizeof list / sizeof list[0], list, call_##name};    \
+        _Static_assert(sizeof list / sizeof list[0] <= MAX_ARGS, "run() has room for every tensor");    \
+        Ep##Type##Args fields;                                                                          \
+        (void)self;                                                                                     \
+        return run(&op, &fields, args, num_args);                                                       \
+    }
+EP_CALLS(C)
+#undef C
 
 /* (layer, buffer, plan) */
 FAST(layer_num_rows) {
@@ -362,4 +384,7 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
 #define X(NAME, name, Type, text) METHOD(layer_##name),
                                   EP_OPERATIONS(X, X)
 #undef X
-                                      {NULL, NULL, 0, NULL}};
+#define C(name, Type, NAME) METHOD(layer_##name),
+                                      EP_CALLS(C)
+#undef C
+                                          {NULL, NULL, 0, NULL}};

@@ -217,10 +217,10 @@ def compute(experts, layer, x, idx, weight):
         has_norm = has_post_norm(experts)
         weights = up, up_bias, down, down_bias
         x = join_backward(x, weight, *weights)
-        trains = activation is not None and not has_norm and experts_ops.trains(layer, x, weight, *weights)
+        takes = activation is not None and not has_norm and experts_ops.takes(layer, x, weight, *weights)
     except Exception as error:
         layer._refuse(_C.OP_PLAN, error, 0)
-    if trains:
+    if takes:
         return experts_ops.run(layer, x, idx, weight, weights, activation)[0]
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
                                                            bias=up_bias, activation=activation)

@@ -1,0 +1,184 @@
+/* cpu/gemm.c - the grouped GEMM of the CPU backend; see protocol/gemm_params.h for what each kind computes.
+ *
+ * Exports ep_cpu_gemm. It runs in the calling thread.
+ * Invariant: each number of the output is a sum in an order that depends on the sizes of the weights only:
+ * not on the other rows, on their number, on the processor or on its vector instructions. FORWARD adds the
+ * products of column k to partial sum k % LANES, in the order of the columns, and then adds the partial sums
+ * in pairs. DGRAD adds the columns of a row in their order, and WGRAD the rows of an expert in theirs. No
+ * product is fused with a sum (-ffp-contract=off). */
+#include <stdlib.h>
+#include <string.h>
+
+#include "cpu/ops.h"
+#include "cpu/rows.h"
+#include "protocol/activation.h"
+#include "protocol/activation_math.h"
+#include "runtime/error.h"
+
+enum {
+    LANES = 16, /* partial sums of a dot product; numbers of a vector */
+    STEP = 4,   /* dot products, or terms of a sum, that share a pass over memory */
+    BLOCK = 64 /* rows (WGRAD: columns of a) for which a row of the weights (WGRAD: of b) is converted once */
+};
+__extension__ typedef _Float16 EpF16;
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+
+/* The loops over vectors: for any processor, and for two of the instruction sets of x86. All give the same
+ * bits. */
+typedef struct {
+    void (*load)(float *to, const void *src, uint32_t dtype, uint64_t at, uint32_t n);
+    void (*store)(void *dst, uint32_t dtype, uint64_t at, const float *from, uint32_t n);
+    void (*dot)(float *sums, const float *a, const float *w, uint32_t padded);
+    void (*add)(float *sum, const float *x, const float *w, uint32_t padded, uint32_t num);
+} Loops;
+#define NAME(name) name##_any
+#define LOOP(name) static void NAME(name)
+#define LOOPS loops_any
+#include "cpu/gemm_loops.h"
+#ifdef __x86_64__
+#define NAME(name) name##_avx2
+#define LOOP(name) static __attribute__((target("avx2,f16c"))) void NAME(name)
+#define LOOPS loops_avx2
+#include "cpu/gemm_loops.h"
+#define NAME(name) name##_avx512
+#define LOOP(name) static __attribute__((target("avx512f,f16c"))) void NAME(name)
+#define LOOPS loops_avx512
+#include "cpu/gemm_loops.h"
+#endif
+
+static const Loops *choose_loops(void) {
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx512f")) return &loops_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &loops_avx2;
+#endif
+    return &loops_any;
+}
+
+typedef struct {
+    const EpGemmParams *p;
+    const Loops *loop;
+    EpActivationParams act; /* its numbers: see ep_act_numbers */
+    uint32_t dtype;         /* of a, b, bias and out */
+    uint32_t padded;        /* K, rounded up to a multiple of LANES */
+    float *few, *block, *y; /* [STEP][padded], [BLOCK][padded], [BLOCK][N rounded up to LANES] */
+    uint32_t wide;          /* N, rounded up to a multiple of LANES */
+} Work;
+
+/* Bias, activation and row weight of a row of the product, in float32, rounded once. */
+static void store_row(const Work *g, uint32_t expert, uint32_t row, float *y) {
+    const EpGemmParams *p = g->p;
+    const uint32_t num = ep_gemm_out_cols(p), act = p->activation;
+    const float weight = p->row_weight ? p->row_weight[row] : 1.0f;
+    if (p->bias)
+        for (uint32_t n = 0; n < p->n; n++)
+            y[n] += ep_cpu_number(p->bias, g->dtype, (uint64_t)expert * p->n + n);
+    for (uint32_t c = 0; c < num;
+         c++) { /* in place: column c of the output needs column c of the product or later */
+        float value = y[c];
+        if (act) {
+            const float up = ep_gemm_is_gated(act) ? y[ep_act_up_col(act, c, num)] : 0;
+            value = ep_act_gradient(act, g->act.alpha, g->act.limit, y[ep_act_gate_col(act, c)], up).value;
+        }
+        y[c] = weight * value;
+    }
+    g->loop->store(p->out, g->dtype, (uint64_t)row * num, y, num);
+}
+
+/* num rows from `row` on, at most BLOCK. */
+static void forward(const Work *g, uint32_t expert, uint32_t row, uint32_t num) {
+    const EpGemmParams *p = g->p;
+    const uint64_t padded = g->padded;
+    for (uint32_t r = 0; r < num; r++)
+        g->loop->load(g->block + r * padded, p->a, g->dtype, (uint64_t)(row + r) * p->k, p->k);
+    for (uint32_t n = 0; n < p->n; n++) {
+        float sums[STEP];
+        g->loop->load(g->few, p->b, g->dtype, ((uint64_t)expert * p->n + n) * p->k, p->k);
+        for (uint32_t r = 0; r < num;
+             r += STEP) { /* rows after the last have old numbers, which are not used */
+            g->loop->dot(sums, g->block + r * padded, g->few, g->padded);
+            for (uint32_t i = 0; i < STEP && r + i < num; i++)
+                g->y[(uint64_t)(r + i) * g->wide + n] = sums[i];
+        }
+    }
+    for (uint32_t r = 0; r < num; r++) store_row(g, expert, row + r, g->y + (uint64_t)r * g->wide);
+}
+
+static void dgrad(const Work *g, uint32_t expert, uint32_t row, uint32_t num) {
+    const EpGemmParams *p = g->p;
+    const uint64_t padded = g->padded;
+    memset(g->block, 0, sizeof(float) * num * padded);
+    for (uint32_t r = 0; r < num; r++)
+        g->loop->load(g->y + (uint64_t)r * g->wide, p->a, g->dtype, (uint64_t)(row + r) * p->n, p->n);
+    for (uint32_t n = 0; n < p->n; n += STEP) {
+        const uint32_t terms = p->n - n < STEP ? p->n - n : STEP;
+        for (uint32_t i = 0; i < terms; i++)
+            g->loop->load(g->few + i * padded, p->b, g->dtype, ((uint64_t)expert * p->n + n + i) * p->k,
+                          p->k);
+        for (uint32_t r = 0; r < num; r++)
+            g->loop->add(g->block + r * padded, g->y + (uint64_t)r * g->wide + n, g->few, g->padded, terms);
+    }
+    for (uint32_t r = 0; r < num; r++)
+        g->loop->store(p->out, g->dtype, (uint64_t)(row + r) * p->k, g->block + r * padded, p->k);
+}
+
+static void wgrad(const Work *g, uint32_t expert, uint32_t begin, uint32_t end) {
+    const EpGemmParams *p = g->p;
+    const uint64_t padded = g->padded;
+    for (uint32_t first = 0; first < p->n; first += BLOCK) {
+        const uint32_t num = p->n - first < BLOCK ? p->n - first : BLOCK;
+        memset(g->block, 0, sizeof(float) * num * padded);
+        for (uint32_t row = begin; row < end; row += STEP) {
+            const uint32_t terms = end - row < STEP ? end - row : STEP;
+            float factors[STEP][BLOCK] = {{0}};
+            for (uint32_t i = 0; i < terms; i++) {
+                g->loop->load(g->few + i * padded, p->b, g->dtype, (uint64_t)(row + i) * p->k, p->k);
+                g->loop->load(factors[i], p->a, g->dtype, (uint64_t)(row + i) * p->n + first, num);
+            }
+            for (uint32_t n = 0; n < num; n++) {
+                const float x[STEP] = {factors[0][n], factors[1][n], factors[2][n], factors[3][n]};
+                g->loop->add(g->block + n * padded, x, g->few, g->padded, terms);
+            }
+        }
+        for (uint32_t n = 0; n < num; n++) {
+            const uint64_t at = ((uint64_t)expert * p->n + first + n) * p->k;
+            const float *sum = g->block + n * padded;
+            if (!p->accumulates) g->loop->store(p->out, g->dtype, at, sum, p->k);
+            for (uint32_t k = 0; k < p->k && p->accumulates; k++)
+                ((float *)p->out)[at + k] += p->alpha * sum[k];
+        }
+    }
+}
+
+/* A row of an expert, within the rows that exist: a caller's offsets may be anything. */
+static uint32_t clamp_row(const EpGemmParams *p, int32_t row) {
+    return row < 0 ? 0 : (uint32_t)row < p->num_rows ? (uint32_t)row : p->num_rows;
+}
+
+int ep_cpu_gemm(const EpGemmParams *p) {
+    Work g = {.p = p,
+              .loop = choose_loops(),
+              .dtype = p->is_f16 ? EP_F16 : EP_BF16,
+              .padded = (p->k + LANES - 1) / LANES * LANES,
+              .wide = (p->n + LANES - 1) / LANES * LANES};
+    const uint64_t of_y = p->kind == EP_GEMM_WGRAD ? 0 : (uint64_t)BLOCK * g.wide;
+    g.few = (float *)calloc((uint64_t)(STEP + BLOCK) * g.padded + of_y, sizeof(float));
+    if (!g.few)
+        return ep_error(EP_ENOMEM, "a product with weights of %u by %u: this process is out of memory", p->n,
+                        p->k);
+    g.block = g.few + (uint64_t)STEP * g.padded;
+    g.y = g.block + (uint64_t)BLOCK * g.padded;
+    ep_act_numbers(&g.act, p->activation, p->alpha, p->limit);
+    for (uint32_t e = 0; e < p->num_experts; e++) {
+        const uint32_t begin = clamp_row(p, p->offsets[e]), end = clamp_row(p, p->offsets[e + 1]);
+        if (p->kind == EP_GEMM_WGRAD) wgrad(&g, e, begin, end);
+        for (uint32_t row = begin; row < end && p->kind != EP_GEMM_WGRAD; row += BLOCK) {
+            const uint32_t num = end - row < BLOCK ? end - row : BLOCK;
+            if (p->kind == EP_GEMM_DGRAD) dgrad(&g, e, row, num);
+            else forward(&g, e, row, num);
+        }
+    }
+    free(g.few);
+    return 0;
+}

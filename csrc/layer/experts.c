@@ -1,0 +1,319 @@
+/* experts.c - the experts of a layer from tokens to tokens: the calls of several operations.
+ *
+ * Exports ep_layer_experts, ep_layer_experts_down, ep_layer_experts_up and ep_layer_ll_experts.
+ * Between two operations of a call only this rank's own kernels are launched. If one of them cannot be
+ * launched, this rank reports the error to the others in the operation that they enter next.
+ * Invariant: a call holds the lock of its buffer from its first operation to its last. */
+#include "layer/layer_state.h"
+#include "layer/prepare.h"
+#include "protocol/flags.h"
+#include "protocol/plan.h"
+#include "runtime/error.h"
+#include "runtime/tensor.h"
+#include "runtime/world.h"
+
+/* The frame of a call. */
+typedef struct {
+    EpLayer *layer;
+    uint32_t buffer;
+    void *stream;
+    EpTensor offsets; /* where the rows of each local expert begin: a part of the plan, or of a handle */
+} Call;
+
+static int run(const Call *c, uint32_t op, const void *args, EpRan *ran) {
+    return ep_layer_run_locked(c->layer, c->buffer, op, args, c->stream, ran);
+}
+
+/* Report this rank's error, if there is one, in the operation that the other ranks enter next. */
+static int report(const Call *c, uint32_t next_op, int code) {
+    return code ? ep_layer_fail(c->layer, c->buffer, next_op, code, c->stream) : 0;
+}
+
+static int set_offsets(Call *c, const char *name, const EpTensor *words, uint64_t at) {
+    const EpLayer *l = c->layer;
+    const int64_t num = (int64_t)ep_num_local_experts(&l->config.shape) + 1;
+    EP_TRY(ep_layer_check_tensor(l, name, words, EP_I32, 1, -1, -1));
+    if (words->shape[0] < (int64_t)at + num)
+        return ep_error(EP_EINVAL, "a %s of %lld words: wanted at least %lld", name,
+                        (long long)words->shape[0], (long long)at + (long long)num);
+    c->offsets = *words;
+    c->offsets.data = (int32_t *)words->data + at;
+    c->offsets.shape[0] = num;
+    return 0;
+}
+static int set_offsets_of_plan(Call *c, const EpTensor *plan) {
+    return set_offsets(c, "plan", plan, ep_plan_layout(&c->layer->config.shape, 0).expert_row_off);
+}
+
+/* Launch a product of rows that no communication accompanies. It counts its tiles where the fused kernels
+ * count theirs: the operations of a buffer and the products between them do not overlap, also in a replayed
+ * graph. */
+static int multiply(const Call *c, EpGemm g) {
+    EpTensor counter = {.data = &ep_local(&c->layer->buffers[c->buffer].comm)->queue_tiles,
+                        .kind = g.a->kind,
+                        .device = g.a->device,
+                        .dtype = EP_I64,
+                        .element_bytes = 8,
+                        .num_dims = 1,
+                        .shape = {1},
+                        .stride = {1}};
+    g.offsets = &c->offsets;
+    g.tile_counter = &counter;
+    return ep_grouped_gemm(&g, c->stream);
+}
+
+/* ---- checks ---- */
+
+/* Check the weights of the experts, under the names that users of EPMoE know. */
+static int check_weights(const Call *c, const EpTensor *gate_up, const EpTensor *gate_up_bias,
+                         const EpTensor *down, const EpTensor *down_bias, uint32_t activation) {
+    const EpShape *s = &c->layer->config.shape;
+    const EpBackendKind kind = ep_heap_kind(c->layer->heap);
+    const int64_t L = ep_num_local_experts(s), H = s->hidden;
+    if (down->num_dims != 3)
+        return ep_error(EP_EINVAL, "down_proj: wanted 3 dimensions, got %u", down->num_dims);
+    const int64_t inner = down->shape[2], columns = ep_gemm_is_gated(activation) ? 2 * inner : inner;
+    const EpWanted wanted[] = {
+        {"down_proj", down, s->dtype, 3, {L, H, inner}},
+        {"gate_up_proj", gate_up, s->dtype, 3, {L, columns, H}},
+        {"gate_up_proj_bias", gate_up_bias, s->dtype, 2, {L, columns, -1}},
+        {"down_proj_bias", down_bias, s->dtype, 2, {L, H, -1}},
+    };
+    for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
+        EP_TRY(ep_tensor_check(&wanted[i], kind, ep_heap_device(c->layer->heap), kind == EP_CUDA ? 16 : 2));
+    return 0;
+}
+
+/* Check tokens, their choices and weights. indices: NULL if there is a plan already. */
+static int check_tokens(const Call *c, const EpTensor *x, const EpTensor *indices, const EpTensor *weight) {
+    const EpLayer *l = c->layer;
+    EP_TRY(ep_layer_check_num_tokens(l, "x", x));
+    EP_TRY(ep_layer_check_rows(l, "x", x, -1));
+    if (indices && indices->dtype != EP_I64 && indices->dtype != EP_I32)
+        return ep_error(EP_ETYPE, "topk_idx: wanted int32 or int64, got %s", ep_dtype_name(indices->dtype));
+    if (indices)
+        EP_TRY(ep_layer_check_tensor(l, "topk_idx", indices, indices->dtype, 2, x->shape[0],
+                                     l->config.shape.num_topk));
+    return ep_layer_check_tensor(l, "topk_weights", weight, EP_F32, 2, x->shape[0], l->config.shape.num_topk);
+}
+
+/* ---- forward ---- */
+
+static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
+    /* The fused kernel can store the input of SwiGLU beside its result. For other activations, and without
+     * the fused kernel, the input is stored, and a kernel of its own computes the activation. */
+    const bool keeps = a->h && a->is_fused && a->activation == EP_ACT_SWIGLU;
+    const bool activates = a->h && !keeps;
+    const uint32_t epilogue = activates ? EP_ACT_NONE : a->activation;
+    const EpTensor *const first_out = activates ? a->h : a->a;
+    const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan, .sort_slots = a->sort_slots};
+    const EpDispatchArgs dispatch = {.x = a->x,
+                                     .weight = a->weight,
+                                     .plan = a->plan,
+                                     .rows = a->rows,
+                                     .row_weight = a->row_weight,
+                                     .recv = a->recv,
+                                     .requires_grad = a->requires_grad,
+                                     .awaits_rows = a->awaits_rows};
+    const EpDispatchGemmArgs dispatch_gemm = {.x = a->x,
+                                              .weight = a->weight,
+                                              .plan = a->plan,
+                                              .rows = a->rows,
+                                              .row_weight = a->row_weight,
+                                              .recv = a->recv,
+                                              .gemm_weight = a->gate_up,
+                                              .bias = a->gate_up_bias,
+                                              .out = first_out,
+                                              .kept = keeps ? a->h : NULL,
+                                              .activation = epilogue,
+                                              .alpha = a->alpha,
+                                              .limit = a->limit,
+                                              .num_move = a->num_move,
+                                              .num_tail = a->num_tail,
+                                              .waits_for_expert = a->waits_for_expert,
+                                              .num_copies = 1,
+                                              .requires_grad = a->requires_grad,
+                                              .kind = EP_GEMM_FORWARD,
+                                              .awaits_rows = a->awaits_rows};
+    const EpCombineArgs combine = {.rows = a->out_rows,
+                                   .row_weight = a->row_weight,
+                                   .plan = a->plan,
+                                   .recv = a->recv,
+                                   .out = a->out,
+                                   .requires_grad = a->requires_grad};
+    const EpGemmCombineArgs gemm_combine = {.a = a->a,
+                                            .gemm_weight = a->down,
+                                            .bias = a->down_bias,
+                                            .rows = a->out_rows,
+                                            .row_weight = a->row_weight,
+                                            .plan = a->plan,
+                                            .recv = a->recv,
+                                            .out = a->out,
+                                            .num_move = a->num_move,
+                                            .num_reduce = a->num_reduce,
+                                            .is_serial = a->is_serial,
+                                            .requires_grad = a->requires_grad,
+                                            .kind = EP_GEMM_FORWARD};
+
+    int code = set_offsets_of_plan(c, a->plan);
+    if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
+    if (!code) code = check_weights(c, a->gate_up, a->gate_up_bias, a->down, a->down_bias, a->activation);
+    if (!code && !a->is_planned && !a->indices)
+        code = ep_error(EP_EINVAL, "topk_idx: missing, but there is no plan yet");
+    if (!a->is_planned) {
+        EP_TRY(report(c, EP_OP_PLAN, code));
+        EP_TRY(run(c, EP_OP_PLAN, &plan, NULL));
+    } else if (code && a->awaits_rows) { /* if the plan has failed, no rank enters the dispatch */
+        EP_TRY(ep_layer_rows_locked(c->layer, c->buffer, a->plan, c->stream, &ran->num_rows));
+    }
+    EP_TRY(report(c, EP_OP_DISPATCH, code));
+    EP_TRY(a->is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
+                       : run(c, EP_OP_DISPATCH, &dispatch, ran));
+    if (!ran->is_launched) return 0;
+    if (!a->is_fused)
+        code = multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
+                                    .activation = epilogue,
+                                    .alpha = a->alpha,
+                                    .limit = a->limit,
+                                    .a = a->rows,
+                                    .b = a->gate_up,
+                                    .bias = a->gate_up_bias,
+                                    .out = first_out});
+    if (!code && activates)
+        code = ep_activation(&(EpActivationArgs){.activation = a->activation,
+                                                 .alpha = a->alpha,
+                                                 .limit = a->limit,
+                                                 .h = a->h,
+                                                 .offsets = &c->offsets,
+                                                 .weighted = a->a},
+                             c->stream);
+    if (a->is_fused) {
+        EP_TRY(report(c, EP_OP_GEMM_COMBINE, code));
+        return run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran);
+    }
+    if (!code)
+        code = multiply(
+            c,
+            (EpGemm){
+                .kind = EP_GEMM_FORWARD, .a = a->a, .b = a->down, .bias = a->down_bias, .out = a->out_rows});
+    EP_TRY(report(c, EP_OP_COMBINE, code));
+    return run(c, EP_OP_COMBINE, &combine, ran);
+}
+
+/* ---- backward ---- */
+
+static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
+    const EpDispatchArgs dispatch = {.x = a->dy, .plan = a->plan, .rows = a->g, .recv = a->recv};
+    const EpDispatchGemmArgs dispatch_gemm = {.x = a->dy,
+                                              .plan = a->plan,
+                                              .rows = a->g,
+                                              .recv = a->recv,
+                                              .gemm_weight = a->down,
+                                              .out = a->weighted,
+                                              .num_move = a->num_move,
+                                              .num_tail = a->num_tail,
+                                              .waits_for_expert = a->waits_for_expert,
+                                              .num_copies = 1,
+                                              .kind = EP_GEMM_DGRAD};
+
+    EP_TRY(report(c, EP_OP_DISPATCH, set_offsets_of_plan(c, a->plan)));
+    EP_TRY(a->is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
+                       : run(c, EP_OP_DISPATCH, &dispatch, ran));
+    int code = 0;
+    if (!a->is_fused)
+        code = multiply(c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->g, .b = a->down, .out = a->weighted});
+    /* The weighted rows take the place of the product, which nothing else needs. */
+    if (!code)
+        code = ep_activation(&(EpActivationArgs){.activation = a->activation,
+                                                 .alpha = a->alpha,
+                                                 .limit = a->limit,
+                                                 .h = a->h,
+                                                 .d = a->weighted,
+                                                 .offsets = &c->offsets,
+                                                 .row_weight = a->row_weight,
+                                                 .d_h = a->d_h,
+                                                 .weighted = a->weighted,
+                                                 .dots = a->dots},
+                             c->stream);
+    return report(c, EP_OP_COMBINE, code);
+}
+
+static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
+    const EpCombineArgs combine = {.rows = a->out_rows,
+                                   .row_scalar = a->dots,
+                                   .plan = a->plan,
+                                   .recv = a->recv,
+                                   .out = a->dx,
+                                   .out_scalar = a->d_weight};
+    const EpGemmCombineArgs gemm_combine = {.a = a->d_h,
+                                            .gemm_weight = a->gate_up,
+                                            .rows = a->out_rows,
+                                            .row_scalar = a->dots,
+                                            .plan = a->plan,
+                                            .recv = a->recv,
+                                            .out = a->dx,
+                                            .out_scalar = a->d_weight,
+                                            .num_move = a->num_move,
+                                            .num_reduce = a->num_reduce,
+                                            .is_serial = a->is_serial,
+                                            .kind = EP_GEMM_DGRAD};
+
+    int code = set_offsets_of_plan(c, a->plan);
+    if (!code && a->d_down)
+        code = multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->g, .b = a->weighted, .out = a->d_down});
+    if (!code && !a->is_fused)
+        code = multiply(c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->d_h, .b = a->gate_up, .out = a->out_rows});
+    EP_TRY(report(c, EP_OP_COMBINE, code));
+    EP_TRY(a->is_fused ? run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran)
+                       : run(c, EP_OP_COMBINE, &combine, ran));
+    if (a->d_gate_up)
+        code = multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->d_h, .b = a->rows, .out = a->d_gate_up});
+    return code;
+}
+
+/* ---- few tokens ---- */
+
+static int ll_experts(Call *c, const EpLlExpertsArgs *a, EpRan *ran) {
+    const EpLlDispatchArgs dispatch = {.x = a->x,
+                                       .indices = a->indices,
+                                       .weight = a->weight,
+                                       .handle = a->handle,
+                                       .rows = a->rows,
+                                       .counts = a->counts,
+                                       .parts = EP_LL_BOTH};
+    const EpLlCombineArgs combine = {
+        .rows = a->out_rows, .handle = a->handle, .out = a->out, .parts = EP_LL_BOTH};
+    uint64_t at;
+    ep_layer_ll_handle_words(&c->layer->config, &at);
+
+    int code = set_offsets(c, "handle", a->handle, at);
+    if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
+    if (!code) code = check_weights(c, a->gate_up, a->gate_up_bias, a->down, a->down_bias, a->activation);
+    EP_TRY(report(c, EP_OP_LL_DISPATCH, code));
+    EP_TRY(run(c, EP_OP_LL_DISPATCH, &dispatch, ran));
+    code = multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
+                                .activation = a->activation,
+                                .alpha = a->alpha,
+                                .limit = a->limit,
+                                .a = a->rows,
+                                .b = a->gate_up,
+                                .bias = a->gate_up_bias,
+                                .out = a->a});
+    if (!code)
+        code = multiply(
+            c,
+            (EpGemm){
+                .kind = EP_GEMM_FORWARD, .a = a->a, .b = a->down, .bias = a->down_bias, .out = a->out_rows});
+    EP_TRY(report(c, EP_OP_LL_COMBINE, code));
+    return run(c, EP_OP_LL_COMBINE, &combine, ran);
+}
+
+#define C(name, Type, NAME)                                                                               \
+    int ep_layer_##name(EpLayer *l, uint32_t buffer, const Ep##Type##Args *a, void *stream, EpRan *ran) { \
+        Call c = {.layer = l, .buffer = buffer, .stream = stream};                                        \
+        *ran = (EpRan){0};                                                                                \
+        EP_TRY(ep_layer_lock(l, buffer));                                                                 \
+        return ep_layer_unlock(l, buffer, name(&c, a, ran));                                              \
+    }
+EP_CALLS(C)
+#undef C
