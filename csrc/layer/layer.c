@@ -336,6 +336,24 @@ uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config, uint64_t *offsets
 
 enum { LOCK_STEP_NS = 10000000 }; /* a wait for a lock asks after each step whether it is interrupted */
 
+/* Lock within a step: 0, or ETIMEDOUT. */
+static int lock_for_a_step(pthread_mutex_t *lock) {
+#ifdef __SANITIZE_THREAD__ /* it does not know pthread_mutex_clocklock */
+    const clockid_t clock = CLOCK_REALTIME;
+#else
+    const clockid_t clock = CLOCK_MONOTONIC;
+#endif
+    struct timespec until;
+    clock_gettime(clock, &until);
+    until.tv_sec += (until.tv_nsec + LOCK_STEP_NS) / 1000000000;
+    until.tv_nsec = (until.tv_nsec + LOCK_STEP_NS) % 1000000000;
+#ifdef __SANITIZE_THREAD__
+    return pthread_mutex_timedlock(lock, &until);
+#else
+    return pthread_mutex_clocklock(lock, clock, &until);
+#endif
+}
+
 int ep_layer_lock(EpLayer *l, uint32_t buffer) {
     if (buffer >= l->config.num_buffers)
         return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
@@ -345,11 +363,7 @@ int ep_layer_lock(EpLayer *l, uint32_t buffer) {
     EP_TRY(ep_world_check_caller(ep_heap_world(l->heap)));
     if (!pthread_mutex_trylock(&l->locks[buffer])) return 0;
     for (;;) {
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_sec += (until.tv_nsec + LOCK_STEP_NS) / 1000000000;
-        until.tv_nsec = (until.tv_nsec + LOCK_STEP_NS) % 1000000000;
-        if (!pthread_mutex_clocklock(&l->locks[buffer], CLOCK_MONOTONIC, &until)) return 0;
+        if (!lock_for_a_step(&l->locks[buffer])) return 0;
         if (ep_interrupted()) return ep_take_interrupt(), ep_world_interrupt(ep_heap_world(l->heap));
     }
 }
