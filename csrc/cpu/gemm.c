@@ -36,16 +36,16 @@ typedef struct {
 #define NAME(name) name##_any
 #define LOOP(name) static void NAME(name)
 #define LOOPS loops_any
-#include "cpu/gemm_loops.h"
+#include "cpu/gemm_loops.inc"
 #ifdef __x86_64__
 #define NAME(name) name##_avx2
 #define LOOP(name) static __attribute__((target("avx2,f16c"))) void NAME(name)
 #define LOOPS loops_avx2
-#include "cpu/gemm_loops.h"
+#include "cpu/gemm_loops.inc"
 #define NAME(name) name##_avx512
 #define LOOP(name) static __attribute__((target("avx512f,f16c"))) void NAME(name)
 #define LOOPS loops_avx512
-#include "cpu/gemm_loops.h"
+#include "cpu/gemm_loops.inc"
 #endif
 
 static const Loops *choose_loops(void) {
