@@ -168,6 +168,8 @@ def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, k
     found = found if awaits_rows else n
     if layer.capacity is None:
         layout._num_rows = found
+        if layer.host_counts:  # the host waits for nothing: it knows the plan's number of rows already
+            layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
         if keeps and found < n:
             for t in rows, row_weight, h:
                 t.resize_(found, *t.shape[1:])

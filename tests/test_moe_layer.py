@@ -369,3 +369,16 @@ def test_moe_overflow(ranks):
     results = ranks(run)
     check_outcomes([r[0] for r in results], "EpOverflow", "rank 0", "7", str(16 * ranks.size()))
     assert all(ok for _, ok in results)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_moe_host_counts_are_in_its_last_layout(with_grad):
+    """The host has read the rows of each expert, also where the experts are one call of the module."""
+    moe = epmoe.EPMoE(16, 16, 4, 2, max_tokens=600, host_counts=True, device="cpu")
+    idx = torch.tensor([[0, 1], [1, 3], [1, 2]])
+    with torch.set_grad_enabled(with_grad):
+        moe(torch.randn(3, 16).bfloat16(), idx, torch.ones(3, 2))
+    assert moe.last_layout._expert_rows is not None
+    assert moe.last_layout.tokens_per_expert_list == [1, 3, 1, 1]
+    moe.finalize()
