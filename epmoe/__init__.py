@@ -23,24 +23,24 @@ Everything runs on the GPUs of one node, or on the CPU; layers can span several 
 """
 
 from . import reference
-from .activations import GptOss, SwiGLU
-from .device import include_dir
+from .a2a.fused import EpAll2AllFusedOp
+from .a2a.internode import fused as _  # the layers over several nodes
+from .a2a.layer import EPAll2AllLayer
+from .a2a.layout import EPLayout
+from .a2a.low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall
+from .comm.device import include_dir
+from .comm.heap import SymmetricHeap
+from .comm.nodes import Nodes
+from .comm.world import World, thread_worlds
 from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, EpTimeout, HeapExhausted,
-                     PeerDied,
-                     PeerError)
-from .expert_map import ExpertMap, balance_experts
-from .fp8 import quantize_fp8, quantize_fp8_weight
-from .fused import EpAll2AllFusedOp
-from .gemm import grouped_gemm
-from .heap import SymmetricHeap
-from .layer import EPAll2AllLayer
-from .layout import EPLayout
-from .low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall
-from .moe import EPMoE
-from .nodes import Nodes, fused as _  # fused: the layers over several nodes
-from .parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
-from .world import World, thread_worlds
+                     PeerDied, PeerError)
 from .flops import install as _count_flops
+from .gemm.activations import GptOss, SwiGLU
+from .gemm.grouped import grouped_gemm
+from .gemm.quantize import quantize_fp8, quantize_fp8_weight
+from .moe.module import EPMoE
+from .moe.parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
+from .moe.placement import ExpertMap, balance_experts
 
 _count_flops()
 __version__ = "0.1.0"

@@ -23,7 +23,7 @@ import torch
 
 import epmoe
 from epmoe import _C
-from epmoe.device import pick_device
+from epmoe.comm.device import pick_device
 
 VARIABLES = {
     "EPMOE_BACKEND": "run: cpu or cuda; unset: cuda where there is a GPU and a CUDA build",

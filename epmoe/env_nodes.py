@@ -16,8 +16,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from .nodes import Nodes
-from .share_gpu import set_device
+from .comm.nodes import Nodes
+from .comm.share_gpu import set_device
 
 SLOW_GBPS = 35.0  # NCCL reaches 45 on a card of 400 Gb/s; RoCE or GPUDirect that is wrongly set up, 5 to 25
 UNEVEN = 0.8  # of the median of all

@@ -13,8 +13,8 @@ import sys
 
 import torch
 
-from .fused_ops import expert_offsets
-from .ops import layer_of
+from .a2a.fused_ops import expert_offsets
+from .a2a.ops import layer_of
 
 _MODULE = "torch.utils.flop_counter"
 

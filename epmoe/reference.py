@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .activations import activate
+from .gemm.activations import activate
 
 
 def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):

@@ -14,9 +14,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from .rendezvous import environment
-from .share_gpu import (SIDE_BY_SIDE, collector_off, own_stream, set_device, shares_gpu,  # noqa: F401
-                        side_by_side)
+from .comm.rendezvous import environment
+from .comm.share_gpu import SIDE_BY_SIDE, collector_off, own_stream, set_device, shares_gpu, side_by_side
 
 # No rank goes on, and perhaps ends, while others still connect to it.
 _INIT_BARRIER = {"TORCH_DIST_INIT_BARRIER": "1"}
@@ -173,7 +172,7 @@ def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
     On a GPU the ranks share it, side by side.  Each rank has a CUDA stream of its own and its own part of the
     SMs, so the kernels of all ranks really run at the same time.  One process for several ranks has limits:
 
-    - The variables of epmoe.share_gpu.SIDE_BY_SIDE must be set before the process uses CUDA.
+    - The variables of epmoe.comm.share_gpu.SIDE_BY_SIDE must be set before the process uses CUDA.
       CUDA_MODULE_LOADING=LAZY is accepted, too.  Then let one rank do everything first, so that every kernel
       is loaded before ranks wait for each other.
     - Autograd has one thread for each GPU, which runs the backward of all ranks.  No backward may wait on the
@@ -211,7 +210,7 @@ def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
 
 
 def _run_threads(fn, num_ranks, args, timeout_s, device):
-    from .world import thread_worlds
+    from .comm.world import thread_worlds
 
     worlds = thread_worlds(num_ranks, timeout_s)
     results = [None] * num_ranks

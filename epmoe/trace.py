@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
-from .device import capabilities
+from .comm.device import capabilities
 
 SPANS = dict(enumerate(_C.SPANS, 1))
 _ENTER = 1 + _C.SPANS.index("enter")

@@ -175,7 +175,7 @@ def fork_one(rank, world_size, kind):
                  lambda: epmoe.SymmetricHeap(world, 1 << 16, device)]
         kinds = [outcome(c).kind for c in calls]
         closings = [outcome(c).seconds for c in (layer.finalize, heap.close, world.close)]
-        epmoe.world._leave_all()  # the interpreter calls this at exit
+        epmoe.comm.world._leave_all()  # the interpreter calls this at exit
         del calls, layer, heap, t, words, rows, layout, x, weight, idx, four
         gc.collect()
         os.write(write, repr((kinds, max(closings))).encode())

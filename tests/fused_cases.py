@@ -20,7 +20,7 @@ import cases
 import epmoe
 from cases import Case, generator, indices_of, num_tokens, same_bits
 from epmoe import _C, reference
-from epmoe.activations import is_gated
+from epmoe.gemm.activations import is_gated
 from test_gemm_products import EPS, TINY, check as check_product, forward64
 from test_plan_slots import make_op
 

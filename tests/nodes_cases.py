@@ -14,7 +14,7 @@ SHAPES = ((1, 1), (1, 2), (2, 1), (2, 2))  # nodes x local
 
 
 class ThreadRail:
-    """A rail whose ranks are threads: the calls of epmoe.nodes.rail.TorchRail, through memory."""
+    """A rail whose ranks are threads: the calls of epmoe.comm.rail.TorchRail, through memory."""
 
     def __init__(self, shared, position):
         self.shared = shared

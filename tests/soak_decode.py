@@ -90,7 +90,7 @@ class Batch:
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
         world.exchange(b"x")  # no rank is in an operation while epochs are set
         for buffer in range(2):
-            _C.layer_set_epoch(self.a2a._c, buffer, self.epoch, epmoe.device.stream_of(device))
+            _C.layer_set_epoch(self.a2a._c, buffer, self.epoch, epmoe.comm.device.stream_of(device))
         world.exchange(b"x")
 
     def experts(self, i, rows):

@@ -128,7 +128,7 @@ def run_batch_on_rank(world, device, b):
     factors = torch.cat([factor(experts), torch.tensor([torch.nan], device=device)]).to(b.dtype)
     pool = [make_routing(b, world.rank, pattern, g, device) for pattern in (*PATTERNS, "uniform", "uniform")]
     for buffer in range(b.num_buffers):
-        _C.layer_set_epoch(layer._c, buffer, b.epoch, epmoe.device.stream_of(device))
+        _C.layer_set_epoch(layer._c, buffer, b.epoch, epmoe.comm.device.stream_of(device))
     world.exchange(b"x")  # no rank starts an operation before all ranks have set their epochs
     layout, shared_random, num_ops, sums = None, random.Random(b.seed), 0, []
     for step in range(b.num_steps):

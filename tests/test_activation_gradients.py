@@ -8,8 +8,8 @@ import torch
 import epmoe
 from cases import generator, misaligned
 from epmoe import _C, reference
-from epmoe.activations import is_gated
-from epmoe.gemm import GATED, aligned, as_kernel
+from epmoe.gemm.activations import is_gated
+from epmoe.gemm.grouped import GATED, aligned, as_kernel
 from test_gemm_products import ACTIVATIONS, EPS, TINY
 
 LOW = [torch.bfloat16, torch.float16]

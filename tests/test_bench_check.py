@@ -10,7 +10,7 @@ from bench_cases import on_the_cpu, run_command  # noqa: F401
 from epmoe.bench import check, train
 from epmoe.bench.gemm import product_error
 from epmoe.bench.torch_nccl import TorchAllToAll
-from epmoe.gemm import FORWARD
+from epmoe.gemm.grouped import FORWARD
 
 pytestmark = pytest.mark.cpu_only
 

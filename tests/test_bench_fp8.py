@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import epmoe
-from epmoe import fused_fp8, moe_fp8
+from epmoe.a2a import fused_fp8
+from epmoe.moe import moe_fp8
 from bench_cases import on_the_cpu, run_command  # noqa: F401
 from epmoe.bench import gemm_fp8
 

@@ -13,7 +13,9 @@ import warnings
 import pytest
 
 import epmoe
-from epmoe import activations, errors, reference, testing, world
+from epmoe.gemm import activations
+from epmoe import errors, reference, testing
+from epmoe.comm import world
 from epmoe.integrations import deep_ep, layers
 
 pytestmark = pytest.mark.cpu_only
@@ -105,8 +107,8 @@ def documented(section):
 
 def has_parameters(name, thing):
     if isinstance(thing, property) or name in ("EPLayout", "GptOss", "LowLatencyHandle", "PendingCall",
-                                              "SwiGLU", "activations.GptOss",
-                                              "activations.SwiGLU", "integrations.deep_ep.EPHandle"):
+                                              "SwiGLU", "gemm.activations.GptOss",
+                                              "gemm.activations.SwiGLU", "integrations.deep_ep.EPHandle"):
         return False
     return not (inspect.isclass(thing) and issubclass(thing, Exception))
 
@@ -147,11 +149,12 @@ def test_docstrings_raises_names_exist(name):
             assert is_exception, f"{name}: {exception} is not an exception"
 
 
-MODULES = ("epmoe.activations", "epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access",
-           "epmoe.device", "epmoe.dispatch_fp8", "epmoe.env_nodes", "epmoe.expert_map", "epmoe.layout",
-           "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.fp8", "epmoe.low_latency",
-           "epmoe.low_latency_parts", "epmoe.moe", "epmoe.moe_training", "epmoe.node_links",
-           "epmoe.node_sockets", "epmoe.nodes.chunks", "epmoe.nodes.topology", "epmoe.parallel",
+MODULES = ("epmoe.gemm.activations", "epmoe.errors", "epmoe.comm.world", "epmoe.comm.heap",
+           "epmoe.comm.heap_access", "epmoe.comm.device", "epmoe.a2a.dispatch_fp8", "epmoe.env_nodes",
+           "epmoe.moe.placement", "epmoe.a2a.layout", "epmoe.a2a.layer", "epmoe.a2a.fused",
+           "epmoe.gemm.grouped", "epmoe.gemm.quantize", "epmoe.a2a.low_latency",
+           "epmoe.a2a.low_latency_parts", "epmoe.moe.module", "epmoe.moe.training", "epmoe.comm.node_links",
+           "epmoe.comm.node_sockets", "epmoe.moe.chunks", "epmoe.comm.nodes", "epmoe.moe.parallel",
            "epmoe.reference", "epmoe.testing", "epmoe.trace", "epmoe.integrations.layers",
            "epmoe.integrations.sglang_plugin", "epmoe.integrations.vllm_plugin",
            *(f"epmoe.integrations.deep_ep.{name}" for name in ("buffer", "config", "elastic", "low_latency",

@@ -167,14 +167,14 @@ def test_errors_wrong_timeout_in_environment(monkeypatch, text):
 def test_errors_wrong_backend_in_environment(monkeypatch):
     monkeypatch.setenv("EPMOE_BACKEND", "tpu")
     with pytest.raises(ValueError, match="tpu"):
-        epmoe.heap.pick_device()
+        epmoe.comm.heap.pick_device()
     monkeypatch.setenv("EPMOE_BACKEND", "cpu")
-    assert epmoe.heap.pick_device().type == "cpu"
-    assert epmoe.heap.pick_device("cpu:0") == torch.device("cpu")  # as tensors on it say
+    assert epmoe.comm.heap.pick_device().type == "cpu"
+    assert epmoe.comm.heap.pick_device("cpu:0") == torch.device("cpu")  # as tensors on it say
     with pytest.raises(ValueError, match="cpu:1"):
-        epmoe.heap.pick_device("cpu:1")
+        epmoe.comm.heap.pick_device("cpu:1")
     with pytest.raises(ValueError, match="EPMOE_BACKEND=cpu"):
-        epmoe.heap.pick_device("cuda:0")
+        epmoe.comm.heap.pick_device("cuda:0")
 
 
 @pytest.mark.parametrize("epmoe_has_cuda, torch_has_cuda, text", [
@@ -185,7 +185,7 @@ def test_errors_device_cuda_without_cuda_build(monkeypatch, epmoe_has_cuda, torc
     monkeypatch.setattr(epmoe._C, "HAS_CUDA", epmoe_has_cuda)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: torch_has_cuda)
     with pytest.raises(ValueError, match=f"device cuda: {text}"):
-        epmoe.heap.pick_device("cuda")
+        epmoe.comm.heap.pick_device("cuda")
     monkeypatch.setenv("EPMOE_BACKEND", "cuda")
     assert epmoe.env.backend() == f"none: device cuda: {text}"
 

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 import soak_train
 from cases import MODES, check_outcomes, keep, outcome, same_bits
-from epmoe import _C, experts_ops
-from epmoe.gemm import as_kernel
+from epmoe import _C
+from epmoe.moe import experts as experts_ops
+from epmoe.gemm.grouped import as_kernel
 from fused_cases import (ACTIVATIONS, LEAVES, LOW, Experts, StagedOp, grown, has_fused_path, poison_staging,
                          tensors)
 from test_fused_gradients import TOLERANCE, check_gradients

@@ -11,8 +11,8 @@ import torch
 
 import epmoe
 from cases import generator
-from epmoe import fp8
-from epmoe.activations import activate, is_gated
+from epmoe.gemm import quantize as fp8
+from epmoe.gemm.activations import activate, is_gated
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -189,7 +189,7 @@ def test_fp8_quantize_is_an_operator(ranks, activation):
     compiled = torch.compile(quantize, fullgraph=True, backend="aot_eager", dynamic=True)
     for got, want in zip(compiled(x, num_rows), quantize(x, num_rows)):
         assert torch.equal(got, want)
-    arguments = (x, None, *epmoe.gemm.as_kernel(activation))
+    arguments = (x, None, *epmoe.gemm.grouped.as_kernel(activation))
     torch.library.opcheck(torch.ops.epmoe.quantize_fp8.default, arguments,
                           test_utils=("test_schema", "test_faketensor"))
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import epmoe
-from epmoe import _C, experts_ops
+from epmoe import _C
+from epmoe.moe import experts as experts_ops
 from epmoe.bench.shapes import SHAPES
-from epmoe.fused import fuses
-from epmoe.gemm import DGRAD, as_kernel
+from epmoe.a2a.fused import fuses
+from epmoe.gemm.grouped import DGRAD, as_kernel
 from fused_cases import Experts
 from test_plan_slots import make_op
 

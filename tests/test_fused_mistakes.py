@@ -209,12 +209,12 @@ def test_fused_without_memory(ranks, fused):
 # Allocations between two operations: (module or class, function that allocates, which of its calls fails,
 # options of the op).
 BETWEEN = {
-    "product": (epmoe.fused, "grouped_gemm", 1, {"fused": False}),
-    "second product": (epmoe.fused, "grouped_gemm", 2, {"fused": False}),
+    "product": (epmoe.a2a.fused, "grouped_gemm", 1, {"fused": False}),
+    "second product": (epmoe.a2a.fused, "grouped_gemm", 2, {"fused": False}),
     "copies": (torch.Tensor, "repeat_interleave", 1, {"fused": False, "token_saving": False}),
-    "activation": (epmoe.fused, "activate", 1, {"fused": True}),
-    "backward of down": (epmoe.fused_ops, "expert_offsets", 1, {"fused": True}),
-    "backward of gate and up": (epmoe.fused_ops, "expert_offsets", 2, {"fused": True}),
+    "activation": (epmoe.a2a.fused, "activate", 1, {"fused": True}),
+    "backward of down": (epmoe.a2a.fused_ops, "expert_offsets", 1, {"fused": True}),
+    "backward of gate and up": (epmoe.a2a.fused_ops, "expert_offsets", 2, {"fused": True}),
 }
 
 

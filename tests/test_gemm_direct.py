@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 import epmoe
 from cases import generator
-from epmoe import direct
+from epmoe import torch_modes
 from test_gemm_products import ACTIVATIONS, problem
 
 OPERATORS = ["grouped_gemm", "grouped_gemm_fp8", "quantize_fp8"]
@@ -28,8 +28,8 @@ def direct_calls(monkeypatch):
     def recorded(name, fn):
         return lambda *args: calls.append(name) or fn(*args)
 
-    monkeypatch.setattr(direct, "_implementations",
-                        {name: recorded(name, fn) for name, fn in direct._implementations.items()})
+    monkeypatch.setattr(torch_modes, "_implementations",
+                        {name: recorded(name, fn) for name, fn in torch_modes._implementations.items()})
     return calls
 
 

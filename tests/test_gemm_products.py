@@ -17,9 +17,9 @@ import torch
 import epmoe
 from cases import generator
 from epmoe import reference
-from epmoe.activations import is_gated
-from epmoe.device import Capabilities
-from epmoe.gemm import DGRAD, WGRAD, has_kernel
+from epmoe.gemm.activations import is_gated
+from epmoe.comm.device import Capabilities
+from epmoe.gemm.grouped import DGRAD, WGRAD, has_kernel
 from pace import HANG_S
 
 # Rows of each expert: none, one, a part of a tile, several tiles; "hot": one expert has most of the rows.
@@ -221,7 +221,8 @@ def test_gemm_of_models_equals_sums_in_float64(ranks, model):
 def test_gemm_has_kernels_from_capability_8_on(monkeypatch, capability, expected):
     """For older GPUs torch multiplies. The choice depends on the capability, so the test needs no GPU."""
     monkeypatch.setattr(epmoe._C, "HAS_CUDA", 1)
-    monkeypatch.setattr("epmoe.gemm.capabilities", lambda device: Capabilities(*capability, 132, False))
+    monkeypatch.setattr("epmoe.gemm.grouped.capabilities",
+                        lambda device: Capabilities(*capability, 132, False))
     a, b = (types.SimpleNamespace(shape=shape, dtype=torch.bfloat16, device=torch.device("cuda", 0))
             for shape in ((4, 16), (2, 32, 16)))
     assert has_kernel(a, b) == expected

@@ -126,7 +126,7 @@ def test_gemm_of_threads_on_one_stream(ranks):
 def test_gemm_passes_a_counter_where_the_module_has_none(monkeypatch, has_counter):
     """Launches that are captured may overlap when they are replayed, so each passes a counter of its own."""
     passed = []
-    monkeypatch.setattr("epmoe.gemm.has_kernel", lambda a, b: True)
+    monkeypatch.setattr("epmoe.gemm.grouped.has_kernel", lambda a, b: True)
     monkeypatch.setattr(epmoe._C, "gemm_has_counter", lambda tensor: has_counter)
     monkeypatch.setattr(epmoe._C, "grouped_gemm", lambda *args: passed.append(args[9]))
     x, weight, _, _, offsets = problem([4, 0, 9], 32, 16, torch.bfloat16, "cpu")

@@ -330,7 +330,7 @@ def test_heap_refuses_another_device(ranks, monkeypatch):
 
     def run(world, device):
         return [outcome(lambda: epmoe.SymmetricHeap(world, 1 << 16, "meta")),
-                outcome(lambda: epmoe.heap.pick_device("mps"))]
+                outcome(lambda: epmoe.comm.heap.pick_device("mps"))]
 
     for got in ranks(run, world_size=2):
         check_outcomes(got, "ValueError", "epmoe works on cpu and cuda")

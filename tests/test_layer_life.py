@@ -146,7 +146,7 @@ def test_layer_epochs_past_2_31_and_2_32(ranks, epoch):
         layer.ep_barrier_all()
         layer.synchronize()
         world.exchange(b"x")  # after this, no rank is in an operation
-        _C.layer_set_epoch(layer._c, 0, epoch, epmoe.device.stream_of(layer.device))
+        _C.layer_set_epoch(layer._c, 0, epoch, epmoe.comm.device.stream_of(layer.device))
         world.exchange(b"x")
         results = [run_routing(layer, Case(topk=3, tokens="unequal", seed=s)) for s in range(4)]
         layer.finalize()

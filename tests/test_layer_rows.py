@@ -13,8 +13,8 @@ import epmoe
 import fused_cases
 import test_fused_fp8
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
-from epmoe import layer_calls
-from epmoe.layer_calls import room_after
+from epmoe.a2a import layer_calls
+from epmoe.a2a.layer_calls import room_after
 from fused_cases import Experts, LatePlan, grown, tensors
 from test_fp8 import bits
 from test_plan_slots import make_op

@@ -324,7 +324,7 @@ def test_low_latency_epochs(ranks, epoch):
         # overflow: 2^48 calls later, all words would have been overwritten.
         for next_epoch in (1000, epoch):
             world.exchange(b"x")  # after this, no rank is in an operation
-            _C.layer_set_epoch(a2a._c, 0, next_epoch, epmoe.device.stream_of(a2a.device))
+            _C.layer_set_epoch(a2a._c, 0, next_epoch, epmoe.comm.device.stream_of(a2a.device))
             world.exchange(b"x")
             if next_epoch != epoch:
                 run_call(a2a, shape, Call(seed=99, tokens="full"))

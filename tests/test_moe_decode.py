@@ -7,7 +7,7 @@ import torch
 
 import epmoe
 from cases import generator
-from epmoe.decode import decodes
+from epmoe.moe.decode import decodes
 from outcomes import check_outcomes, outcome
 
 SIZES = dict(hidden=64, inner=32, num_experts=24, topk=2)

@@ -12,7 +12,7 @@ from torch import nn
 import epmoe
 from cases import generator, keep
 from epmoe import reference
-from epmoe.activations import is_gated
+from epmoe.gemm.activations import is_gated
 from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome
 from test_fp8 import bits, dequantized
 
@@ -341,7 +341,7 @@ def test_moe_fp8_lack_of_memory_in_the_middle_changes_nothing(monkeypatch, is_st
     plain = experts_of(2)
     parameters = dict(moe.named_parameters())
     before = {name: bits(p).clone() for name, p in parameters.items()}
-    monkeypatch.setattr(epmoe.moe_fp8, "quantize_fp8_weight", out_of_memory(1))
+    monkeypatch.setattr(epmoe.moe.moe_fp8, "quantize_fp8_weight", out_of_memory(1))
     whole = stacked(plain, 2) if is_stacked else plain
     got = outcome(lambda: moe.load_state_dict(whole, assign=assign))
     check_outcomes([got], "OutOfMemoryError", "no memory")

@@ -108,7 +108,7 @@ def test_moe_inductor_keeps_other_passes():
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    from epmoe.inductor import KeepOrder
+    from epmoe.a2a.inductor import KeepOrder
 
     class Theirs(CustomGraphPass):
         seen = 0

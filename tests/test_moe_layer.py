@@ -9,7 +9,7 @@ import torch
 import epmoe
 from cases import MISTAKE_LIMIT_S, case_id, check_outcomes, generator, keep, outcome
 from epmoe import reference
-from epmoe.activations import is_gated
+from epmoe.gemm.activations import is_gated
 from epmoe.testing import routing
 
 ACTIVATIONS = ("swiglu", "gpt_oss", "gelu", "geglu_tanh", "relu2", epmoe.SwiGLU(1.3, math.inf, 1),

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epmoe
 from cases import check_outcomes, outcome, process_ranks
-from epmoe.weight_gradients import Sink
+from epmoe.gemm.weight_gradients import Sink
 from pace import HANG_S
 from test_moe_layer import Model, inputs_of, make_moe
 

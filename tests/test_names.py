@@ -8,7 +8,7 @@ import pytest
 
 import epmoe
 from epmoe import _C, trace
-from epmoe.layer_parts import Config
+from epmoe.a2a.layer_parts import Config
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent

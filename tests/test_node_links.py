@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import epmoe
 from cases import outcome, process_ranks
-from epmoe import _C, node_links
-from epmoe.node_links import NodeLinks
+from epmoe import _C
+from epmoe.comm import node_links
+from epmoe.comm.node_links import NodeLinks
 from pace import HANG_S, WAIT_S, Events, await_stopped, is_soon, slowness, wait_until
 from traces import held
 

@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 import epmoe
 from cases import outcome, process_ranks
-from epmoe import _C, node_links, node_meeting, node_sockets
-from epmoe.node_links import NodeLinks
-from epmoe.node_sockets import Acceptor, call, listen, own_addresses, pack_card, unpack_card
+from epmoe import _C
+from epmoe.comm import node_links, node_meeting, node_sockets
+from epmoe.comm.node_links import NodeLinks
+from epmoe.comm.node_sockets import Acceptor, call, listen, own_addresses, pack_card, unpack_card
 from pace import HANG_S, is_soon
 
 pytestmark = pytest.mark.cpu_only

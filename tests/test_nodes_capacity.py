@@ -12,7 +12,7 @@ import torch
 import epmoe
 import test_nodes_chunks as chunked
 from cases import Case, generator, indices_of, keep, outcome, process_ranks, random_numbers, same_bits
-from epmoe.nodes import fixed
+from epmoe.a2a.internode import fixed
 from nodes_cases import most_of, run_nodes
 from pace import HANG_S
 from test_nodes_layer import SHAPES, cases, check_one, layer_of, run_one

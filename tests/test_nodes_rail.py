@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epmoe
-from epmoe.nodes import rail
+from epmoe.comm import rail
 
 pytestmark = pytest.mark.cpu_only
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import epmoe
-from epmoe import _C, fused_ops, ops  # they define the operators
+from epmoe import _C
+from epmoe.a2a import fused_ops, ops  # they define the operators
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "csrc/protocol/ops.h").read_text()

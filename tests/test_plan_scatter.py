@@ -10,7 +10,7 @@ from cases import (MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_ou
                    check_rows, check_sums, indices_of, inputs_of, layout_parts, make_layer, outcome,
                    rows_for_combine)
 from epmoe import reference
-from epmoe.device import capabilities
+from epmoe.comm.device import capabilities
 
 CASE = Case(num_local=2, topk=3, max_tokens=11, tokens="unequal", pattern="sentinels", mode="scatter")
 

@@ -17,7 +17,7 @@ import epmoe
 from cases import (Case, check_case, check_outcomes, keep, make_layer, outcome, process_ranks, run_case,
                    run_routing)
 from epmoe.testing import meeting_place, run_ranks, run_threads
-from epmoe.world import default_timeout_s
+from epmoe.comm.world import default_timeout_s
 from pace import HANG_S, WAIT_S, is_soon, slowness, until_ended, wait_until
 from traces import grown, held
 

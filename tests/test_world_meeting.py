@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import epmoe
 from cases import Case, check_case, check_outcomes, make_layer, outcome, process_ranks, run_case
-from epmoe import _C, rendezvous
+from epmoe import _C
+from epmoe.comm import rendezvous
 from pace import WAIT_S, Events, is_soon, slowness, when_waiting
 from traces import grown, held
 

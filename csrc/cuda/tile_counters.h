@@ -3,7 +3,7 @@
  *
  * Two launches that overlap must not share a counter. Grouped GEMMs of one stream never overlap, so each
  * stream has one. Where there is none, ep_tile_counter gives NULL, and the GEMM needs a counter from its
- * caller: tile_counter() in epmoe/gemm.py asks first, and allocates one for this launch. These cases need
+ * caller: tile_counter() in epmoe asks first, and allocates one for this launch. These cases need
  * care:
  *
  *   captured launches     A replay may overlap with other work of the stream that was captured. So a captured

@@ -19,7 +19,7 @@
 #define WORLD "epmoe.World"
 #define HEAP "epmoe.Heap"
 #define LAYER "epmoe.Layer"
-/* The attribute of an exception of which the peers know. epmoe/refusals.py reads it. */
+/* The attribute of an exception of which the peers know. epmoe/comm/refusals.py reads it. */
 #define EP_TOLD "_epmoe_told"
 
 /* FAST defines a function of the module; WANT(n) checks its number of arguments and returns on an error. */

@@ -15,7 +15,7 @@ import epmoe
 from epmoe.bench.check import poisoned
 from epmoe.bench.measure import alternated
 from epmoe.bench.shapes import SHAPES, Shape
-from epmoe.gemm import DGRAD, FORWARD, WGRAD
+from epmoe.gemm.grouped import DGRAD, FORWARD, WGRAD
 from epmoe.reference import activate
 
 RANKS = 4  # the GEMMs are those of one of them

@@ -17,7 +17,7 @@ from epmoe.bench import quantize
 from epmoe.bench.check import poisoned
 from epmoe.bench.gemm import random_rows, with_torch
 from epmoe.bench.measure import alternated, sm_clock
-from epmoe.gemm import FORWARD
+from epmoe.gemm.grouped import FORWARD
 from epmoe.reference import activate
 
 E4M3 = torch.float8_e4m3fn

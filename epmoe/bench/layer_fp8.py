@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 
 import epmoe
-from epmoe import moe_fp8
 from epmoe.bench.check import poisoned
 from epmoe.bench.gemm_fp8 import E4M3, dequantized, heavy_tailed
 from epmoe.bench.layer import DECODE, alternate, record_layer
 from epmoe.bench.measure import slowest
-from epmoe.gemm import FP8_BLOCK
+from epmoe.gemm.grouped import FP8_BLOCK
+from epmoe.moe import moe_fp8
 from epmoe.reference import activate
 
 RANKS = 4  # a rank that is alone computes as one of them

@@ -18,8 +18,8 @@ class Progress:
         if self.on and sys.stderr.isatty():
             try:
                 from rich.console import Console
-                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-                from rich.progress import Progress as Bar
+                from rich.progress import (BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn,
+                                           TimeElapsedColumn)
             except ImportError:
                 return self
             columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),

@@ -9,11 +9,11 @@ import functools
 import torch
 
 import epmoe
-from epmoe import fp8
 from epmoe.bench.check import poisoned
 from epmoe.bench.gemm import random_rows
 from epmoe.bench.measure import alternated
-from epmoe.gemm import as_kernel
+from epmoe.gemm import quantize as fp8
+from epmoe.gemm.grouped import as_kernel
 from epmoe.reference import activate
 
 

@@ -39,7 +39,7 @@ class Run:
     def __init__(self, options):
         self.options = options
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.device = epmoe.device.pick_device()
+        self.device = epmoe.comm.device.pick_device()
         self.on_gpu = self.device.type == "cuda"
         self.iters = options.iters or (30 if self.on_gpu else 10)
         self.num_sm = options.num_sm[0] if options.num_sm else None

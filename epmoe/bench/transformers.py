@@ -33,12 +33,12 @@ def jobs(run):
 def make_experts(shape, dtype, device):
     """Return transformers' own module for the shape, with random parameters: of GPT-OSS, or of Qwen3."""
     if shape.name.startswith("gpt-oss"):
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig as Config
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts as Experts
+        from transformers.models.gpt_oss.modeling_gpt_oss import (GptOssConfig as Config,
+                                                                  GptOssExperts as Experts)
         sizes = dict(intermediate_size=shape.inner, num_local_experts=shape.experts)
     else:
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig as Config
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts as Experts
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import (Qwen3MoeConfig as Config,
+                                                                      Qwen3MoeExperts as Experts)
         sizes = dict(moe_intermediate_size=shape.inner, num_experts=shape.experts)
     config = Config(hidden_size=shape.hidden, num_experts_per_tok=shape.topk, **sizes)
     with torch.device(device):

@@ -8,9 +8,9 @@ import inspect
 
 import torch
 
+from ..a2a.layer import EPAll2AllLayer
+from ..comm.world import World, thread_worlds
 from ..errors import EpError, PeerError
-from ..layer import EPAll2AllLayer
-from ..world import World, thread_worlds
 
 _alone = []  # the world of this process alone, once there is one
 # What layers of one kind have in common -> those layers, the largest last.  All are kept: a backward may

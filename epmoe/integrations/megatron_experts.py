@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe import experts as _megatron
 
-from .. import wgrad  # noqa: F401  defines an operator
-from ..gemm import DGRAD
-from ..weight_gradients import WeightGradients
+from ..gemm import wgrad  # noqa: F401  defines an operator
+from ..gemm.grouped import DGRAD
+from ..gemm.weight_gradients import WeightGradients
 
 __all__ = ["EpmoeGroupedMLP"]
 

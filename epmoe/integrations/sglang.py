@@ -23,7 +23,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(f"epmoe.integrations.sglang needs SGLang 0.5.23: {error}") from error
 
-from ..world import World
+from ..comm.world import World
 from .deep_ep import Buffer
 from .layers import check_methods
 

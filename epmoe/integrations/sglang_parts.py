@@ -20,7 +20,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(f"epmoe.integrations.sglang needs SGLang 0.5.23: {error}") from error
 
-from ..low_latency import LowLatencyAll2All
+from ..a2a.low_latency import LowLatencyAll2All
 from .deep_ep import Buffer
 
 _shared = {}  # what the layers of this process share: (world, sizes) -> a Buffer or a LowLatencyAll2All

@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise ImportError(f"epmoe.integrations.torchtitan needs torchtitan 0.3: {error}") from error
 
-from ..device import pick_device
+from ..comm.device import pick_device
 from . import layers
 from .layers import check_methods
 

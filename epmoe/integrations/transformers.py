@@ -21,7 +21,7 @@ import contextlib
 
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from ..moe import EPMoE
+from ..moe.module import EPMoE
 from . import transformers_experts as parts
 from .transformers_experts import store_as_epmoe_reads
 

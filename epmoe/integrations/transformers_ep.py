@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from .. import _C
-from ..fused import EpAll2AllFusedOp
-from ..layer import EPAll2AllLayer
-from ..world import World
+from ..a2a.fused import EpAll2AllFusedOp
+from ..a2a.layer import EPAll2AllLayer
+from ..comm.world import World
 from . import transformers_experts as parts
 
 __all__ = ["EpmoeEP", "set_ep_options"]

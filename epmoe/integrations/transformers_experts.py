@@ -10,13 +10,14 @@ import threading
 
 import torch
 
-from .. import _C, experts_ops
-from ..activations import GptOss, SwiGLU, activate
-from ..autograd import join_backward
-from ..fused import EpAll2AllFusedOp, fuses
-from ..gemm import grouped_gemm
-from ..layer_parts import refuse_layer, together, world_of
-from ..world import thread_worlds
+from .. import _C
+from ..a2a.fused import EpAll2AllFusedOp, fuses
+from ..a2a.layer_parts import refuse_layer, together, world_of
+from ..comm.world import thread_worlds
+from ..gemm.activations import GptOss, SwiGLU, activate
+from ..gemm.grouped import grouped_gemm
+from ..moe import experts as experts_ops
+from ..torch_modes import join_backward
 
 # The names of K in configurations.
 _TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")

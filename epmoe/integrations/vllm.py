@@ -19,10 +19,8 @@ try:
     from vllm.distributed import get_ep_group
     from vllm.forward_context import get_forward_context
     from vllm.logger import init_logger
-    from vllm.model_executor.layers.fused_moe import all2all_utils as _all2all
-    from vllm.model_executor.layers.fused_moe import modular_kernel as _kernel
-    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as _reduce
-    from vllm.model_executor.layers.fused_moe import utils as _utils
+    from vllm.model_executor.layers.fused_moe import (all2all_utils as _all2all, modular_kernel as _kernel,
+                                                      topk_weight_and_reduce as _reduce, utils as _utils)
     from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
     _Base = _kernel.FusedMoEPrepareAndFinalizeModular
@@ -30,7 +28,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(f"epmoe.integrations.vllm needs vLLM 0.33: {error}") from error
 
-from ..expert_map import ExpertMap
+from ..moe.placement import ExpertMap
 from . import layers
 from .layers import check_methods
 

@@ -3,9 +3,9 @@
 import torch
 
 from ... import _C
-from ...autograd import check_mode
-from ...device import pick_device
-from ...world import World
+from ...comm.device import pick_device
+from ...comm.world import World
+from ...torch_modes import check_mode
 from .low_latency import LowLatency
 from .notices import MAX_LOCAL_EXPERTS, Notices
 from .routes import Routes

@@ -3,12 +3,12 @@
 import torch
 
 from ... import _C
-from ...autograd import check_mode
-from ...device import pick_device
-from ...world import World
+from ...comm.device import pick_device
+from ...comm.world import World
+from ...torch_modes import check_mode
 from .elastic_parts import EPHandle, Unavailable, row_scales
 from .notices import Notices
-from .rows import (biases_of, check_rows, check_scales, check_tensor, check_topk_idx, rows_key)
+from .rows import biases_of, check_rows, check_scales, check_tensor, check_topk_idx, rows_key
 from .settings import ElasticSettings
 from .utils import EventOverlap, Streams
 

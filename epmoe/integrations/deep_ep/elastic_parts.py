@@ -4,8 +4,7 @@ import torch
 
 from .notices import NUM_WORDS
 from .routes import Routes
-from .rows import (as_rows, combine_tokens, count_choices, dispatch_tokens, pack, to_ranks_by_choice,
-                   unpack)
+from .rows import as_rows, combine_tokens, count_choices, dispatch_tokens, pack, to_ranks_by_choice, unpack
 
 
 class EPHandle:

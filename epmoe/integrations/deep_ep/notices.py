@@ -3,8 +3,8 @@
 import torch
 
 from ... import _C
+from ...a2a.layer import EPAll2AllLayer
 from ...errors import EpIndexError, EpMismatch
-from ...layer import EPAll2AllLayer
 
 MAX_LOCAL_EXPERTS = 1024  # of a rank
 SAME = ("num_experts", "num_topk (0: without topk_idx)", "the bytes of a token", "the scales of a token")

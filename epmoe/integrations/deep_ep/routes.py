@@ -11,12 +11,12 @@ import functools
 import torch
 
 from ... import _C
-from ...device import status_of, stream_of
-from ...gemm import aligned
-from ...layer import EPAll2AllLayer
-from ...layer_parts import refuse_layer
-from ...layout import EPLayout
-from ...refusals import reporting
+from ...a2a.layer import EPAll2AllLayer
+from ...a2a.layer_parts import refuse_layer
+from ...a2a.layout import EPLayout
+from ...comm.device import status_of, stream_of
+from ...comm.refusals import reporting
+from ...gemm.grouped import aligned
 
 
 class Routes:

@@ -3,8 +3,8 @@
 import torch
 
 from ... import _C
-from ...layer_parts import default_num_sm
-from ...world import World
+from ...a2a.layer_parts import default_num_sm
+from ...comm.world import World
 from .config import Config, layer_bytes, rows_bytes
 from .utils import EventHandle, EventOverlap
 

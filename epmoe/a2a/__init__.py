@@ -1,0 +1,1 @@
+"""Plan, dispatch and combine: the layers, their operators, and the layers over several nodes."""

@@ -1,0 +1,1 @@
+"""The layers over several nodes: a symmetric heap on each node, torch.distributed between them."""

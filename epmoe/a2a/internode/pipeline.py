@@ -1,0 +1,300 @@
+"""The rail works while the node multiplies: the experts of an EPMoE over several nodes, in chunks.
+
+Every rank has the tokens of its rail for its node.  Those of its own node are chunk 0 and cross nothing.  The
+tokens of the other nodes are cut into C chunks: chunk c has the same part of the tokens of each node, in
+order, so both ends of the rail know it from the counts of the plan.  The host launches in this order, which
+is the same on all ranks (D: out over the rail, X: the stages of the node, R: home over the rail):
+
+    D1 X0 D2 X1 R1 D3 X2 R2 ... XC RC
+
+Exchanges are asynchronous: on NCCL they run on a stream of their own, on gloo in threads.  After each X all
+ranks meet on the host, so that an error in it reaches all before its rows go home.  The backward launches the
+reverse: D for the gradient of chunk C first, the own tokens last.
+
+The sum of a token does not depend on C: node n contributes one row, whatever the chunk in which it comes, and
+rows are added up in node order when all are home.
+
+Freedom from deadlock: as in rail.py, and on CUDA the team's kernels leave SMs to those of NCCL (RESERVE_SMS),
+so that the next kernel of each stream can start.  tests/models/rail.pml checks this order.
+"""
+
+import contextlib
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import _StopRecomputationError
+
+from ...comm import node_errors as meeting
+from ...torch_modes import requires_grad
+from . import rows
+
+
+class Flight:
+    """One forward pass and its backward: the chunks, and the exchanges that are under way."""
+
+    def __init__(self, layout, num_chunks):
+        self.layout = layout
+        self.layer = layout.layer
+        self.parts = layout.parts(num_chunks)
+        self.chunks = range(1, num_chunks + 1)
+        self._waits = {}  # name of an exchange -> what waits for it
+        self._source = None  # the rows that the exchanges still send: tokens, or the gradient of the sums
+        self._to_fill = {}  # chunk -> where its rows arrive
+
+    def begin(self, source):
+        """Say which rows [T, H] leave, and return where each chunk of the other ranks' rows arrives."""
+        self._source = source
+        made = [source.new_empty(sum(self.parts[c].recv_tokens), source.shape[1]) for c in self.chunks]
+        # aliases that autograd does not see: the rail writes them after they have left this function
+        self._to_fill = {c: t.detach() for c, t in zip(self.chunks, made)}
+        return made
+
+    def send(self, chunk):
+        """Start D of a chunk, if there is such a chunk."""
+        if chunk not in self._to_fill:
+            return
+        part, into = self.parts[chunk], self._to_fill.pop(chunk)
+        self._start(("out", chunk), into, self._source[part.send_idx], part.recv_tokens, part.send_tokens)
+        if not self._to_fill:
+            self._source = None
+
+    def bring(self, chunk, t):
+        """Start R of a chunk with rows t [A, H], rounded to rail_dtype.  Returns where they arrive."""
+        part, t = self.parts[chunk], t.to(self.layer.rail_dtype)
+        back = t.new_empty(sum(part.send_tokens), t.shape[1])
+        self._start(("home", chunk), back.detach(), t.contiguous(), part.send_tokens, part.recv_tokens)
+        return back
+
+    def _start(self, name, out, mine, out_splits, splits):
+        self._waits[name] = self.layer.nodes._start_rows(out, mine, out_splits, splits)
+
+    def wait(self, way, chunk):
+        self._waits.pop((way, chunk))()
+
+    def drain(self):
+        """Wait for what is under way after an error, which all ranks know: all have started the same."""
+        waits, self._waits, self._source, self._to_fill = list(self._waits.values()), {}, None, {}
+        if not self.layer.nodes._has_ended():
+            for wait in waits:
+                wait()
+
+    def total(self, own, backs):
+        """Return the sums [T, H] of the rows of each node, in node order, in float32, rounded once."""
+        total = own.new_zeros(self.layout.num_tokens, own.shape[1], dtype=torch.float32)
+        dtype, own = own.dtype, own.to(self.layer.rail_dtype)
+        for node in range(self.layer.num_nodes):
+            if node == self.layer.node:
+                total.index_add_(0, self.parts[0].send_idx, own.float())
+                continue
+            for c, back in zip(self.chunks, backs):
+                _, first, end = self.parts[c].segments(self.parts[c].send_tokens)[node]
+                total.index_add_(0, self.parts[c].send_idx[first:end], back[first:end].float())
+        return total.to(dtype)
+
+
+class _Send(torch.autograd.Function):
+    """Tokens [T, H] to the own tokens and the chunks, which arrive later.  Backward: the gradients' sums."""
+
+    @staticmethod
+    def forward(ctx, x, flight):
+        ctx.flight = flight
+        return (x[flight.parts[0].send_idx], *flight.begin(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_own, *_):
+        flight = ctx.flight
+        with flight.layer._ending():
+            for c in reversed(flight.chunks):
+                flight.wait("home", c)
+            return flight.total(d_own, [flight.home.pop(c) for c in flight.chunks]), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Wait for a chunk.  Backward: start the way home of its gradients."""
+
+    @staticmethod
+    def forward(ctx, t, flight, chunk):
+        ctx.flight, ctx.chunk = flight, chunk
+        flight.wait("out", chunk)
+        return t.view_as(t)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_rows):
+        rows.meet_backward(ctx.flight.layout, meeting.DISPATCH_BACKWARD, d_rows)
+        with ctx.flight.layer._ending():
+            ctx.flight.home[ctx.chunk] = ctx.flight.bring(ctx.chunk, d_rows)
+        return d_rows, None, None
+
+
+class _Return(torch.autograd.Function):
+    """Start the way home of the rows of a chunk.  Backward: wait for their gradients."""
+
+    @staticmethod
+    def forward(ctx, y, flight, chunk):
+        ctx.flight, ctx.chunk = flight, chunk
+        return flight.bring(chunk, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        with ctx.flight.layer._ending():
+            ctx.flight.send(ctx.chunk - 1)
+            ctx.flight.wait("out", ctx.chunk)
+        return ctx.flight.arriving.pop(ctx.chunk), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Wait for all chunks and add up the rows of each token.  Backward: start the way out of its gradient."""
+
+    @staticmethod
+    def forward(ctx, flight, own, *backs):
+        ctx.flight = flight
+        for c in flight.chunks:
+            flight.wait("home", c)
+        return flight.total(own, backs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        flight = ctx.flight
+        rows.meet_backward(flight.layout, meeting.COMBINE_BACKWARD, dy)
+        with flight.layer._ending():
+            dy = dy.contiguous()
+            flight.arriving = dict(zip(flight.chunks, flight.begin(dy)))
+            flight.home = {}
+            flight.send(flight.chunks[-1])
+            # What _Return receives is not read: only its shape must be right.
+            shapes = [sum(flight.parts[c].send_tokens) for c in flight.chunks]
+            zero = dy.new_zeros(1, 1, dtype=flight.layer.rail_dtype)
+            return (None, dy[flight.parts[0].send_idx], *(zero.expand(n, dy.shape[1]) for n in shapes))
+
+
+class _Scalars(torch.autograd.Function):
+    """Routing weights [T, K] to the tokens' nodes, as the chunks [A, K] in one.  Backward: home."""
+
+    @staticmethod
+    def forward(ctx, weight, layout):
+        ctx.layout = layout
+        return rows.out(layout, weight, None)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_weight):
+        with ctx.layout.layer._ending():
+            return rows.scalars_home(ctx.layout, d_weight.contiguous()), None
+
+
+class _Total:
+    """The gradient of a weight of 16 bits that several products use: their sum in float32, rounded once.
+
+    Autograd would round each partial sum to the dtype of the weight.  It takes the place of a Sink
+    (weight_gradients.py), so a product of rows adds its gradient to the sum and stores it nowhere else.
+    """
+
+    def __init__(self, p, num_uses):
+        self.shape, self.dtype = p.shape, p.dtype
+        self.num_uses = self.left = num_uses
+        self.sum = None
+
+    def take(self, factors):
+        """Add the product of the factors.  Returns what add returns."""
+        if torch.is_grad_enabled():
+            raise NotImplementedError("create_graph=True: with num_chunks there are no second derivatives: "
+                                      "pass num_chunks=1")
+        if self.sum is None:
+            self.sum = factors.tensors[0].new_zeros(self.shape, dtype=torch.float32)
+        torch.ops.epmoe.grouped_wgrad_add(*factors.tensors, self.sum, 1.0, factors.portable)
+        return self._count()
+
+    def add(self, grad):
+        """Add a gradient.  Returns the sum if it is the last of a backward pass, else None."""
+        self.sum = grad.float() if self.sum is None else self.sum.add_(grad)
+        return self._count()
+
+    def _count(self):
+        self.left -= 1
+        if self.left:
+            return None
+        total = self.sum.to(self.dtype)
+        self.sum, self.left = None, self.num_uses
+        return total
+
+
+class _Use(torch.autograd.Function):
+    """One use of a bias.  Backward: to its _Total."""
+
+    @staticmethod
+    def forward(ctx, p, total):
+        ctx.total = total
+        return p.view_as(p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.total.add(grad), None
+
+
+def _weights_of(moe, num_uses):
+    """Return a list of the experts' weights and biases for each chunk."""
+    lists = []
+    for p in moe._weights():
+        uses = [p] * num_uses
+        if requires_grad(p) and p.dtype != torch.float32:
+            total = _Total(p, num_uses)
+            if p.dim() == 3 and p.is_contiguous():
+                alias = p.view_as(p)
+                alias._epmoe_sink = total
+                uses = [alias] * num_uses
+            else:
+                uses = [_Use.apply(p, total) for _ in uses]
+        lists.append(uses)
+    return list(zip(*lists))
+
+
+def apply(layer, moe, num_chunks, params, x, topk_idx, topk_weights):
+    """Apply the experts of an EPMoE in chunks.  Returns (y, layout)."""
+    weight = layer._enter(x, topk_idx, topk_weights, params, chunks=num_chunks)
+    layout = layer._plan_rail(topk_idx, 0)
+    gradients = requires_grad(x, topk_weights, *params)
+    with layer._ending():
+        flight = Flight(layout, num_chunks)
+        weight = _Scalars.apply(weight, layout)
+        tokens = list(_Send.apply(x, flight))
+        uses = _weights_of(moe, num_chunks + 1)
+        flight.send(1)
+    try:
+        own, backs = None, []
+        for c, part in enumerate(flight.parts):
+            with layer._ending():
+                if c:
+                    flight.send(c + 1)
+                    tokens[c] = _Arrive.apply(tokens[c], flight, c)
+                here, weight_here = tokens[c], weight[part.places]
+            y, error = None, None
+            try:
+                y, part.team = moe._compute(layer.team_layer, here, part.indices, weight_here, uses[c])
+            except _StopRecomputationError:
+                raise
+            except Exception as e:
+                error = e
+            tokens[c] = here = None  # what the backward does not need
+            try:
+                layer._meet(meeting.COMBINE, layout, gradients=gradients, error=error, chunks=num_chunks)
+            finally:
+                del error
+            with layer._ending():
+                if c:
+                    backs.append(_Return.apply(y, flight, c))
+                else:
+                    own = y
+        with layer._ending():
+            y = _Sum.apply(flight, own, *backs)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            flight.drain()
+        raise
+    layout.chunks = flight.parts
+    layout.dispatched = True
+    return y, layout

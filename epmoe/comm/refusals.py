@@ -1,0 +1,86 @@
+"""How an error of this rank reaches the other ranks, whatever raised it, and wherever in a call.
+
+A rank that raises before its operation begins would leave the others waiting.  So it refuses the operation
+that they are about to enter (LayerParts._refuse), once: an exception of which they know is marked.  The
+module marks those of its operations, _refuse_now those that it reports.  So blocks that report may be nested,
+and an outer one finds what none of the inner ones has seen.
+
+Each way into the module is inside of such a block: the implementations of the operators and the backwards
+(reporting), and what a method does after its plan (reported_after_plan).
+"""
+
+import functools
+
+import torch
+
+from ..torch_modes import is_watched
+
+_PYTHON_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).raw_repr()
+
+
+def is_told(error):
+    """Whether the other ranks know of an exception."""
+    return getattr(error, "_epmoe_told", False)
+
+
+def mark_told(error):
+    """Note that the other ranks know of an exception.  The module does the same (EP_TOLD)."""
+    error._epmoe_told = True
+
+
+class reporting:
+    """A block that reports an error in it to the other ranks in op, which is their next operation.
+
+    op may be set inside of the block.  awaits_plan: the plan may have failed too.  Then its error is raised,
+    because no rank enters op.
+    """
+
+    __slots__ = ("layer", "op", "buffer", "plan", "awaits_plan")
+
+    def __init__(self, layer, op, buffer, plan, awaits_plan=False):
+        self.layer, self.op, self.buffer, self.plan, self.awaits_plan = layer, op, buffer, plan, awaits_plan
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        # A tracer has another plan; then the other ranks wait for nothing.
+        if isinstance(error, Exception) and type(self.plan) is torch.Tensor and not is_told(error):
+            try:
+                if self.awaits_plan:
+                    self.layer._num_rows(self.plan, self.buffer)
+                self.layer._refuse(self.op, error, self.buffer)
+            finally:
+                del error, trace
+
+
+def reported_after_plan(op):
+    """Decorate a function (layer, layout, ...) that runs op with a layout: it reports errors in op.
+
+    Not where a compiler traces: it could not break its graph inside of the block.  The operators report then.
+    """
+    def decorate(function):
+        @functools.wraps(function)
+        def run(layer, layout, *args):
+            if torch.compiler.is_compiling():
+                return function(layer, layout, *args)
+            unread = layout._num_rows is None and layer.capacity is None
+            with reporting(layer, op, layout.buffer, layout.plan, unread):
+                return function(layer, layout, *args)
+
+        return run
+
+    return decorate
+
+
+def check_plain(name, t):
+    """Raise TypeError for a tensor that has its numbers elsewhere, as a DTensor or a FakeTensor has.
+
+    Where a compiler or a mode of torch sees the operators, such tensors are its own.
+    """
+    if not is_watched() and torch._C._dispatch_keys(t).raw_repr() & _PYTHON_KEY:
+        kind = type(t).__name__
+        advice = f"pass its part of this rank, {name}.to_local()" if hasattr(t, "to_local") else (
+            "pass a torch.Tensor that has memory of its own")
+        raise TypeError(f"{name}: wanted a plain tensor, got a {kind}, which has no memory of its own: "
+                        f"{advice}")

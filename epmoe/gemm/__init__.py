@@ -1,0 +1,1 @@
+"""Grouped products, quantisation, activations, and where the gradients of weights go."""

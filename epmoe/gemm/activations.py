@@ -1,0 +1,181 @@
+"""The activations of experts, in plain PyTorch.
+
+Where no kernel applies an activation, for example where a gradient is wanted, epmoe takes `activate`.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class GptOss(NamedTuple):
+    """The activation of GPT-OSS with other numbers than that model's.
+
+    (up + 1) * gate * sigmoid(alpha * gate), where gate <= limit and |up| <= limit.  Creating one checks
+    nothing; the functions that use it raise ValueError for numbers out of range.
+
+    Attributes:
+        alpha: The factor in the sigmoid; finite.  Default: 1.702.
+        limit: The bound on gate and |up|; positive.  Infinity means no bound.  Default: 7.0.
+
+    Examples:
+        >>> import epmoe
+        >>> epmoe.GptOss(limit=float("inf"))
+        GptOss(alpha=1.702, limit=inf)
+
+    References:
+        The model code of OpenAI's gpt-oss-20b and gpt-oss-120b.
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+class SwiGLU(NamedTuple):
+    """The gate of SwiGLU with other numbers.
+
+    (up + offset) * gate * sigmoid(alpha * gate), where gate <= limit and |up| <= limit.  The first half of
+    the weight rows are gates, the second half ups.  SwiGLU(limit=10.0) is the clamped gate of DeepSeek-V4.
+    SwiGLU(1.702, 7.0, 1) is the function of GPT-OSS for rows that are not interleaved, as in MiniMax-M3.
+    SwiGLU(1.702) has a quick GELU in the place of SiLU.  Creating one checks nothing; the functions that use
+    it raise ValueError for numbers out of range.
+
+    Attributes:
+        alpha: The factor in the sigmoid; finite.  Default: 1.
+        limit: The bound on gate and |up|; positive.  Default: infinity, no bound.
+        offset: What is added to up after the clamp: 0 (default) or 1.
+
+    Examples:
+        >>> import epmoe
+        >>> epmoe.SwiGLU(limit=10.0)
+        SwiGLU(alpha=1.0, limit=10.0, offset=0)
+
+    References:
+        The model code of DeepSeek-V4 and MiniMax-M3 in Hugging Face's transformers.
+    """
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    offset: int = 0
+
+
+def gpt_oss_numbers(activation):
+    """Return the numbers of a GPT-OSS activation.
+
+    Args:
+        activation: "gpt_oss", a GptOss, or any other activation.
+
+    Returns:
+        A tuple (alpha, limit) of floats, or None for any other activation.
+
+    Raises:
+        ValueError: For an alpha that is not finite, or a limit that is not positive.
+
+    Examples:
+        >>> from epmoe.gemm.activations import gpt_oss_numbers
+        >>> gpt_oss_numbers("gpt_oss")
+        (1.702, 7.0)
+    """
+    if activation == "gpt_oss":
+        activation = GptOss()
+    if not isinstance(activation, GptOss):
+        return None
+    return _numbers(activation)
+
+
+def _numbers(activation):
+    alpha, limit = map(float, activation[:2])
+    if not (abs(alpha) < math.inf and limit > 0):
+        raise ValueError(f"activation {activation}: must have a finite alpha and a positive limit")
+    if activation[2:] not in ((), (0,), (1,)):
+        raise ValueError(f"activation {activation}: must have an offset of 0 or 1")
+    return alpha, limit
+
+
+_UNGATED = {"gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "silu": F.silu,
+            "relu2": lambda h: F.relu(h).square()}
+
+
+def is_gated(activation):
+    """Return whether an activation has a gate for each column of its result.
+
+    Args:
+        activation: As for activate.
+
+    Returns:
+        True or False.
+
+    Raises:
+        ValueError: As activate.
+
+    Examples:
+        >>> from epmoe.gemm.activations import is_gated
+        >>> is_gated("swiglu"), is_gated("relu2")
+        (True, False)
+    """
+    if activation in ("swiglu", "geglu_tanh") or gpt_oss_numbers(activation):
+        return True
+    if isinstance(activation, SwiGLU):
+        return bool(_numbers(activation))
+    if activation not in tuple(_UNGATED):  # a dict refuses what has no hash
+        raise ValueError(f"activation {activation!r}: must be 'swiglu', 'geglu_tanh', 'gpt_oss', 'relu2', "
+                         f"'gelu', 'gelu_tanh', 'silu', SwiGLU(alpha, limit, offset) or GptOss(alpha, limit)")
+    return False
+
+
+def activate(h, activation="swiglu"):
+    """Apply an activation.
+
+    Args:
+        h: [.., 2I] for the gated activations, [.., I] for the others; any floating-point dtype.
+        activation: One of
+
+            - "swiglu": silu(gate) * up.  The first I columns are gates, the others ups, as in the checkpoints
+              of DeepSeek, Qwen and Mixtral.
+            - "gpt_oss" or GptOss(alpha, limit): (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit
+              and |up| <= limit; 1.702 and 7 for "gpt_oss".  Gates and ups are interleaved.
+            - SwiGLU(alpha, limit, offset): (up + offset) * gate * sigmoid(alpha * gate), with such limits.
+              Gates first, then ups.
+            - "geglu_tanh": gelu_tanh(gate) * up, as in Gemma 4.  Gates first, then ups.
+            - "relu2": max(h, 0) squared, as in Nemotron.  It is not gated, and neither are the next three.
+            - "gelu": the exact GELU, by the error function.
+            - "gelu_tanh": the approximation of GELU by tanh.
+            - "silu": h * sigmoid(h).
+
+    Returns:
+        [.., I], of h's dtype.
+
+    Raises:
+        ValueError: For any other activation, or for numbers of a GptOss or SwiGLU out of range.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> reference.activate(torch.tensor([[0.0, 2.0, 3.0, 4.0]]))
+        tensor([[0.0000, 7.0464]])
+
+    References:
+        "swiglu": Shazeer, "GLU Variants Improve Transformer", 2020.  "gelu": Hendrycks and Gimpel, "Gaussian
+        Error Linear Units", 2016.  "gpt_oss": the model code of OpenAI's gpt-oss.  "relu2": So et al.,
+        "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
+    """
+    if not is_gated(activation):
+        return _UNGATED[activation](h)
+    gate, up = h.chunk(2, -1)
+    if activation == "swiglu":
+        return F.silu(gate) * up
+    if activation == "geglu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    # 16-bit dtypes are too coarse for the values in between
+    if h.dtype in (torch.float16, torch.bfloat16):
+        return activate(h.float(), activation).to(h.dtype)
+    if numbers := gpt_oss_numbers(activation):
+        gate, up, offset = h[..., 0::2], h[..., 1::2], 1
+    else:
+        numbers, offset = _numbers(activation), activation.offset
+    alpha, limit = numbers
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + offset) * gate * torch.sigmoid(alpha * gate)

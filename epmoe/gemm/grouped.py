@@ -1,0 +1,402 @@
+"""grouped_gemm: rows grouped by expert times each expert's own weights."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .. import _C
+from ..comm.device import capabilities
+from ..torch_modes import call, check_mode, implement, requires_grad
+from .activations import GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
+from .weight_gradients import gradient_of, sink_of
+
+_lib = torch.library.Library("epmoe", "FRAGMENT")
+_lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, "
+            "int activation, bool portable, float alpha=0, float limit=0) -> Tensor")
+
+FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each multiplies
+# The numbers of EpActivation in csrc/protocol/gemm_params.h.
+_ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3, "geglu_tanh": 6, "relu2": 7, "gelu_tanh": 8,
+                "silu": 9}
+_SWIGLU_NUMBERS = (4, 5)  # by the offset of SwiGLU
+_NAMES = {number: name for name, number in _ACTIVATIONS.items()}
+# What as_kernel returns for an activation that is a name or None.
+_KERNELS = {name: (number, *(gpt_oss_numbers(name) or (0.0, 0.0))) for name, number in _ACTIVATIONS.items()}
+SWIGLU = _ACTIVATIONS["swiglu"]
+GATED = (2, 3, 4, 5, 6)  # activations that halve the columns
+FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def as_kernel(activation):
+    """Return (number, alpha, limit) of an activation, as csrc/protocol/gemm_params.h defines them.
+
+    Raises ValueError for an unknown activation.
+    """
+    if isinstance(activation, (str, type(None))) and activation in _KERNELS:
+        return _KERNELS[activation]
+    is_gated(activation)  # raises
+    if numbers := gpt_oss_numbers(activation):
+        return _ACTIVATIONS["gpt_oss"], *numbers
+    if activation == SwiGLU():
+        return _KERNELS["swiglu"]
+    return _SWIGLU_NUMBERS[int(activation.offset)], float(activation.alpha), float(activation.limit)
+
+
+def activation_of(number, alpha, limit):
+    """Return the activation of which as_kernel has returned these."""
+    if number in _SWIGLU_NUMBERS:
+        return SwiGLU(alpha, limit, _SWIGLU_NUMBERS.index(number))
+    return GptOss(alpha, limit) if number == _ACTIVATIONS["gpt_oss"] else _NAMES[number]
+
+
+def aligned(t):
+    """Return t, or a copy where its address is not a multiple of 16 bytes, as the kernels need it.
+
+    Autograd chooses the address of a gradient, and a bias may be a part of a larger tensor.  None gives None.
+    """
+    return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _out_shape(a, b, offsets, kind, activation):
+    if kind == WGRAD:
+        return offsets.shape[0] - 1, a.shape[1], b.shape[1]
+    if kind == DGRAD:
+        return a.shape[0], b.shape[2]
+    return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
+
+
+def rows_of_experts(offsets, num_rows):
+    """Return (expert, first row, end) of each expert, read by the host.
+
+    Raises ValueError for offsets that decrease, or that name rows that do not exist.
+    """
+    ends = offsets.tolist()
+    if ends[0] < 0 or ends[-1] > num_rows or any(begin > end for begin, end in zip(ends, ends[1:])):
+        raise ValueError(f"offsets {ends}: must not decrease, and must be 0 to {num_rows}, the number of "
+                         f"rows")
+    return [(e, begin, end) for e, (begin, end) in enumerate(zip(ends, ends[1:]))]
+
+
+def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
+    """Compute a grouped GEMM by torch, one product per expert, for any device and dtype.
+
+    The host reads the offsets.  As in the kernels, 16-bit results are rounded once, at the end.
+    """
+    def wide(t):
+        return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+    named = activation_of(activation, alpha, limit)
+    out = a.new_zeros(_out_shape(a, b, offsets, kind, activation))
+    with torch.autocast(a.device.type, enabled=False):  # the caller has chosen the precision already
+        for e, begin, end in rows_of_experts(offsets, a.shape[0]):
+            rows = wide(a[begin:end])
+            if kind == WGRAD:
+                out[e] = rows.t() @ wide(b[begin:end])
+            elif kind == DGRAD:
+                out[begin:end] = rows @ wide(b[e])
+            else:
+                y = F.linear(rows, wide(b[e]), None if bias is None else wide(bias[e]))
+                y = y if named is None else activate(y, named)
+                out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
+    return out
+
+
+def has_kernel(a, b, dtypes=(torch.bfloat16, torch.float16)):
+    """Return whether epmoe multiplies rows a and weights b, which have one of these dtypes.
+
+    On the CPU it multiplies bfloat16 and float16 of any sizes, on a GPU only sizes that the kernels take.
+    """
+    sizes = a.shape[1], *b.shape[1:]
+    if a.device.type == "cpu":
+        return a.dtype in (torch.bfloat16, torch.float16) and 0 < min(sizes) and max(sizes) <= 1 << 24
+    fits = 0 < min(sizes) and max(sizes) <= 1 << 24 and math.gcd(*sizes) % 16 == 0
+    return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in dtypes and fits
+            and capabilities(a.device).major >= 8)
+
+
+def tile_counter(a):
+    """Return a number in which one launch counts its tiles, or None where the module needs none, or has one.
+
+    The number must be 0 before the launch, which also leaves it at 0, and no launch that overlaps may use it.
+    The module has one for each stream, but not for a launch that is captured for a CUDA graph: a replay may
+    run beside other work of the stream.  A captured launch gets its own, from the memory of the graph.  Other
+    tensors of the graph may use that memory before it, so each replay clears it.
+    """
+    return None if _C.gemm_has_counter(a) else torch.zeros(1, dtype=torch.int64, device=a.device)
+
+
+def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
+    if not has_kernel(a, b):
+        return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
+    if a.device.type == "cpu":
+        rows_of_experts(offsets, a.shape[0])  # raises
+    a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
+    out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
+    counter = tile_counter(a)
+    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable)
+    return out
+
+
+implement(_lib, "grouped_gemm", _grouped_gemm)
+
+
+@torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)
+def _(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
+    return a.new_empty(_out_shape(a, b, offsets, kind, activation))
+
+
+def _save(ctx, inputs, output):
+    a, b, offsets, _, _, ctx.kind, _, ctx.portable, _, _ = inputs
+    ctx.sink = sink_of(b)
+    ctx.save_for_backward(a, b, offsets)
+
+
+def _backward(ctx, g):
+    """Each of the three products has the other two as its gradients; see csrc/protocol/gemm_params.h."""
+    a, b, offsets = ctx.saved_tensors
+    check_mode(g, a, b, may_batch=True)
+    g = g.contiguous()
+    of_inputs = {FORWARD: ((DGRAD, g, b), (WGRAD, g, a)),
+                 DGRAD: ((FORWARD, g, b), (WGRAD, a, g)),
+                 WGRAD: ((FORWARD, b, g), (DGRAD, a, g))}[ctx.kind]
+
+    def product(kind, left, right):
+        if kind == WGRAD:
+            return gradient_of(ctx.sink, left, right, offsets, ctx.portable)
+        return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, kind, 0, ctx.portable)
+
+    grads = [product(*factors) if needed else None
+             for factors, needed in zip(of_inputs, ctx.needs_input_grad)]
+    return *grads, *[None] * 8
+
+
+torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=_save, lib=_lib)
+
+
+def check_activation(activation, num_columns):
+    """Return as_kernel(activation).
+
+    Raises ValueError for an unknown activation, or a gated one with an odd number of columns.
+    """
+    kernel = as_kernel(activation)
+    if kernel[0] in GATED and num_columns % 2:
+        raise ValueError(f"activation {activation!r}: needs an even number of weight rows, got {num_columns}")
+    return kernel
+
+
+def _check(x, weight, counts, offsets, bias, activation, row_weight):
+    """Check all that the host knows, and return as_kernel(activation).
+
+    The host cannot read the numbers in counts and offsets without a wait.
+    """
+    name, sizes = ("offsets", offsets) if counts is None else ("counts", counts)
+    wanted_dtypes = (torch.int32,) if counts is None else _INTEGERS
+    device = None  # that of the rows, which are the first tensor
+    tensors = (("rows", x), ("weights", weight), (name, sizes), ("bias", bias), ("row weights", row_weight))
+    for what, t in tensors:
+        if t is None and what in ("bias", "row weights"):
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{what}: wanted a tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            layout = "nested" if t.is_nested else t.layout
+            raise ValueError(f"{what}: wanted a dense tensor, got one of layout {layout}")
+        device = t.device if device is None else device
+        if t.device != device:
+            raise ValueError(f"{what}: wanted a tensor on {device}, where the rows are, got one on "
+                             f"{t.device}")
+        if t is sizes:
+            if t.dtype not in wanted_dtypes:
+                raise TypeError(f"{name}: wanted {'int32' if counts is None else 'integers'}, got {t.dtype}")
+        elif not t.dtype.is_floating_point:
+            raise TypeError(f"{what}: wanted a floating-point dtype, got {t.dtype}")
+    rows, weights = x.shape, weight.shape  # each look at a shape costs time
+    if len(rows) != 2 or len(weights) != 3 or rows[1] != weights[2]:
+        raise ValueError(f"wanted rows [M, K] and weights [L, N, K], got {list(rows)} and {list(weights)}")
+    if x.dtype != weight.dtype:
+        raise TypeError(f"wanted rows and weights of one dtype, got {x.dtype} and {weight.dtype}")
+    num_sizes = weights[0] + (counts is None)
+    if sizes.shape != (num_sizes,):
+        raise ValueError(f"wanted {name} [{num_sizes}], got {list(sizes.shape)}")
+    kernel = check_activation(activation, weights[1])
+    if bias is not None and bias.shape != weights[:2]:
+        raise ValueError(f"wanted a bias {list(weights[:2])}, got {list(bias.shape)}")
+    if row_weight is not None and row_weight.shape != rows[:1]:
+        raise ValueError(f"wanted row weights [{rows[0]}], got {list(row_weight.shape)}")
+    return kernel
+
+
+def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
+    """Check what only FP8 has.  True for a GEMM of FP8."""
+    is_fp8 = x.dtype == torch.float8_e4m3fn
+    if not is_fp8 and x.dtype.itemsize == 1:
+        raise TypeError(f"rows: of the FP8 dtypes only float8_e4m3fn is supported, got {x.dtype}")
+    if not is_fp8:
+        for name, v in (("a_scale", a_scale), ("b_scale", b_scale), ("out_dtype", out_dtype)):
+            if v is not None:
+                raise ValueError(f"{name}: give it only for rows and weights of float8_e4m3fn, got {x.dtype}")
+        return False
+    of_rows, of_weights = scale_shapes(x, weight)
+    for name, t, shapes in (("a_scale", a_scale, [of_rows]),
+                            ("b_scale", b_scale, [of_weights, of_weights[:1]])):
+        if not isinstance(t, torch.Tensor) or t.dtype != torch.float32 or t.layout is not torch.strided:
+            got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
+            raise TypeError(f"{name}: rows and weights of float8_e4m3fn need scales of float32, got {got}")
+        # numel() last: a compiler may not know the number of rows
+        if t.device != x.device or (list(t.shape) not in shapes and t.numel() != 1):
+            wanted = ", ".join(map(str, shapes))
+            raise ValueError(f"{name}: wanted {wanted} or one number, on {x.device}, got {list(t.shape)} on "
+                             f"{t.device}")
+    if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        raise TypeError(f"out_dtype {out_dtype}: must be torch.bfloat16, float16 or float8_e4m3fn")
+    if requires_grad(*leaves):
+        raise RuntimeError("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use "
+                           "bfloat16 for training")
+    return True
+
+
+def scale_shapes(x, weight):
+    """Return the shapes of the scales of FP8 rows [M, K] and weights [L, N, K], with one for each block."""
+    num_n, num_k = (-(-size // FP8_BLOCK) for size in weight.shape[1:])
+    return [x.shape[0], num_k], [weight.shape[0], num_n, num_k]
+
+
+def expand_scales(x, weight, a_scale, b_scale):
+    """Return checked scales with one for each block: the tensors themselves, or views of them."""
+    of_rows, of_weights = scale_shapes(x, weight)
+    if list(a_scale.shape) != of_rows:
+        a_scale = a_scale.reshape(1, 1).expand(of_rows)
+    if list(b_scale.shape) != of_weights:
+        b_scale = b_scale.reshape(-1, 1, 1).expand(of_weights)
+    return a_scale, b_scale
+
+
+def is_transposed(weight):
+    """Whether weights [L, N, K] are a view of contiguous ones [L, K, N].  They are then read as they are."""
+    return weight.dim() == 3 and not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
+
+
+def _cast(t, dtype):
+    """Return t as a contiguous tensor of a dtype, or None.  A call of to() that does nothing takes 1 us."""
+    return None if t is None else (t if t.dtype == dtype else t.to(dtype)).contiguous()
+
+
+def add_bias(y, bias, offsets):
+    """Return y [M, N] plus the bias [L, N] of each row's expert.
+
+    Rows that belong to no expert are returned unchanged, and have no gradient.
+    """
+    row = torch.arange(len(y), device=y.device, dtype=torch.int32)
+    # Rows of no expert are before the first expert's (here -1) or after the last one's (here L): both get
+    # row L of `wide`, which is zero.
+    expert = (torch.searchsorted(offsets, row, right=True) - 1) % (len(bias) + 1)
+    # In float32 and rounded once.  So is the gradient of the bias, a sum over all rows of its expert.
+    wide = F.pad(bias.to(torch.promote_types(y.dtype, torch.float32)), (0, 0, 0, 1))
+    # The backward of wide[expert] gives the same sums, but adds the rows of an expert one after the other.
+    return (y + F.embedding(expert, wide)).to(y.dtype)
+
+
+def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None,
+                 a_scale=None, b_scale=None, out_dtype=None, portable=False):
+    """Multiply rows, grouped by expert, with the weights of their experts.  Local to a rank.
+
+    Row r of expert e gives activation(x[r] @ weight[e].T + bias[e]) * row_weight[r].  Differentiable in x,
+    weight, bias and row_weight, any number of times.
+
+    bfloat16 and float16 on CUDA (compute capability 8.0 or newer), with N and K multiples of 16: a kernel of
+    epmoe, which sums in float32 and needs no host read of the sizes.  bfloat16 and float16 on the CPU: epmoe,
+    in C, which also sums in float32.  Otherwise: torch, one product per expert.
+
+    FP8: x and weight of float8_e4m3fn, as quantize_fp8 and quantize_fp8_weight give them.  Each 128 products
+    along K are added up first; their sum is multiplied by a_scale * b_scale, rounded to float32, and added to
+    the result in float32.  The error of a sum of 128 products is at most 2^-17 of the sum of their magnitudes
+    where it is in float32.  The tensor cores of Hopper keep fewer bits when they add numbers of FP8: the
+    error is below 2^-9 for random numbers.  A product of two scales below 2^-126 is subnormal and has fewer
+    bits.  NaN in a number or a scale gives NaN in the row or the columns that use it.  The kernels are the
+    same as for 16 bits; for "swiglu" the fast one needs N to be a multiple of 128, with few rows of 64.  No
+    gradients.
+
+    FP8 with one scale of all rows, and one of each expert: the tensor cores of Hopper add up all products,
+    which is faster.  Elsewhere, and with few rows, the sums are as above.
+
+    Args:
+        x: [M, K]: first all rows of expert 0, then of expert 1, and so on.
+        weight: [L, N, K], of x's dtype, as checkpoints hold it.  Or the view transpose(1, 2) of contiguous
+            weights [L, K, N], which is read without a copy: bias, activation and row weights are then torch's
+            operators after the kernel, as where a gradient is needed.  Other strides are copied.
+        counts: [L] integers on x's device: the number of rows of each expert.  Give either counts or offsets.
+        offsets: [L + 1] int32 on x's device: where each expert's rows begin, as EPLayout.expert_offsets.
+        bias: None, or [L, N] of any floating-point dtype; rounded to x's dtype where no gradient is needed.
+        activation: None, or one of reference.activate: "swiglu", SwiGLU(alpha, limit, offset), "geglu_tanh"
+            (weight rows: gates, then ups), "gpt_oss", GptOss(alpha, limit) (gates and ups interleaved),
+            "relu2", "gelu", "gelu_tanh", "silu" (no gates).
+        row_weight: None, or [M] of any floating-point dtype; applied as float32.
+        a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row; or one number.
+        b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128; or
+            [L], one for each expert; or one number.
+        out_dtype: For FP8: torch.bfloat16 (the default), torch.float16, or torch.float8_e4m3fn: the result is
+            then rounded to bfloat16 and quantised by a second kernel, as by quantize_fp8.
+        portable: Use the kernel for any GPU also on a Hopper GPU.
+
+    Returns:
+        [M, N], or [M, N / 2] for the gated activations, of x's dtype, for FP8 of out_dtype.  Rows that
+            belong to no expert are undefined.  With out_dtype=torch.float8_e4m3fn a tuple (q, scales), as
+            quantize_fp8 returns it.
+
+    Raises:
+        ValueError: For wrong shapes or devices, and for counts or offsets that name rows that do not exist.
+            The kernels raise nothing for the latter, because the host does not read them: they skip such
+            rows.
+        TypeError: For what is not a tensor, and for wrong dtypes.
+        RuntimeError: For FP8, when a gradient is wanted.
+        NotImplementedError: For a tensor with a tangent of torch.autograd.forward_ad, and inside a transform
+            of torch.func other than vmap.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> x = torch.ones(3, 2)
+        >>> weight = torch.tensor([[[1.0, 1.0]], [[10.0, 10.0]]])  # two experts, N = 1, K = 2
+        >>> epmoe.grouped_gemm(x, weight, torch.tensor([1, 2]))
+        tensor([[ 2.],
+                [20.],
+                [20.]])
+        >>> rows, a_scale = epmoe.quantize_fp8(x)
+        >>> fp8, b_scale = epmoe.quantize_fp8_weight(weight)
+        >>> epmoe.grouped_gemm(rows, fp8, torch.tensor([1, 2]), a_scale=a_scale, b_scale=b_scale)
+        tensor([[ 2.],
+                [20.],
+                [20.]], dtype=torch.bfloat16)
+
+    References:
+        FP8: DeepSeek-V3 Technical Report, section 3.3.2.
+    """
+    if (counts is None) == (offsets is None):
+        given = "neither" if counts is None else "both"
+        raise ValueError(f"give either counts or offsets, got {given}")
+    number, alpha, limit = _check(x, weight, counts, offsets, bias, activation, row_weight)
+    check_mode(x, weight, bias, row_weight, may_batch=True)
+    if offsets is None:
+        offsets = F.pad(counts.cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
+    x, offsets = x.contiguous(), offsets.contiguous()
+    leaves = (x, weight, bias, row_weight)
+    if _check_scales(x, weight, a_scale, b_scale, out_dtype, (*leaves, a_scale, b_scale)):
+        quantises = out_dtype == torch.float8_e4m3fn
+        dtype = torch.bfloat16 if quantises or out_dtype is None else out_dtype
+        tensors = (x, weight.contiguous(), *expand_scales(x, weight, a_scale, b_scale), offsets,
+                   _cast(bias, dtype), _cast(row_weight, torch.float32))
+        y = call("grouped_gemm_fp8", tensors, number, portable, alpha, limit, dtype)
+        return call("quantize_fp8", (y, offsets[-1:]), *as_kernel(None)) if quantises else y
+    kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
+    weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
+    if kind == FORWARD and not requires_grad(*leaves):
+        tensors = x, weight, offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32)
+        return call("grouped_gemm", tensors, FORWARD, number, portable, alpha, limit)
+    # Torch's own operators follow the product: they have a backward, and only FORWARD has an epilogue.
+    y = call("grouped_gemm", (x, weight, offsets, None, None), kind, 0, portable)
+    if bias is not None:
+        y = add_bias(y, bias, offsets)
+    y = y if activation is None else activate(y, activation)
+    return y if row_weight is None else (y * row_weight[:, None]).to(x.dtype)

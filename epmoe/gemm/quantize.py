@@ -1,0 +1,237 @@
+"""FP8: rows and weights of float8_e4m3fn with a scale for each block, and their grouped GEMM.
+
+The operator is used by grouped_gemm of gemm.py, which checks the arguments.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .. import _C
+from ..comm.device import capabilities
+from ..reference import activate
+from ..torch_modes import call, check_mode, implement
+from .grouped import (FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel, has_kernel,
+                      rows_of_experts, tile_counter)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_lib = torch.library.Library("epmoe", "FRAGMENT")
+_lib.define("grouped_gemm_fp8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, "
+            "Tensor? bias, Tensor? row_weight, int activation, bool portable, float alpha, float limit, "
+            "ScalarType dtype) -> Tensor")
+_lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alpha, float limit) -> (Tensor, "
+            "Tensor)")
+
+
+def _check_input(x, num_dims, shape):
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"wanted a tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise ValueError(f"wanted a dense tensor, got one of layout {'nested' if x.is_nested else x.layout}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"wanted float32, bfloat16 or float16, got {x.dtype}")
+    if x.dim() != num_dims:
+        raise ValueError(f"wanted {shape}, got {list(x.shape)}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError("the quantisation has no gradient: call it under torch.no_grad(), or detach() the "
+                           "tensor")
+
+
+def _scale_of(blocks, dims):
+    """Return the scale of each block, and 1 / scale.  dims: the dimensions of a block; they become 1."""
+    most = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims, keepdim=True).clamp(min=2.0**-100)
+    scales = most / torch.full_like(most, 448)  # to divide by a number, torch multiplies by 1 / 448 on a GPU
+    return scales, 1 / scales
+
+
+def _empty_rows(x, activation):
+    """Return (q, scales) for the rows of x.  The scales are in memory column after column."""
+    num_rows, k = x.shape[0], x.shape[1] // (2 if activation in GATED else 1)
+    q = x.new_empty((num_rows, k), dtype=torch.float8_e4m3fn)
+    return q, x.new_empty((-(-k // BLOCK), num_rows), dtype=torch.float32).t()
+
+
+def _quantize_by_torch(x, activation, alpha, limit):
+    named = activation_of(activation, alpha, limit)
+    x = x.float() if named is None else activate(x.float(), named)
+    groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    scales, inverse = _scale_of(groups, (2,))
+    return (groups * inverse).to(torch.float8_e4m3fn).flatten(1)[:, :x.shape[1]], scales[:, :, 0]
+
+
+def _quantize_fp8(x, num_rows, activation, alpha, limit):
+    q, scales = _empty_rows(x, activation)
+    if x.device.type == "cpu" or (x.device.type == "cuda" and _C.HAS_CUDA
+                                  and capabilities(x.device).major >= 8):
+        _C.quantize_fp8(activation, alpha, limit, aligned(x), num_rows, q.view(torch.uint8), scales.t())
+    else:
+        num = len(x) if num_rows is None else min(max(num_rows.item(), 0), len(x))
+        q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, alpha, limit)
+    return q, scales
+
+
+implement(_lib, "quantize_fp8", _quantize_fp8)
+
+
+@torch.library.register_fake("epmoe::quantize_fp8", lib=_lib)
+def _(x, num_rows, activation, alpha, limit):
+    return _empty_rows(x, activation)
+
+
+def _check_num_rows(num_rows, x):
+    if not isinstance(num_rows, torch.Tensor) or num_rows.dtype != torch.int32:
+        got = num_rows.dtype if isinstance(num_rows, torch.Tensor) else type(num_rows).__name__
+        raise TypeError(f"num_rows: wanted an int32 tensor of one number, as layout.expert_offsets[-1:], got "
+                        f"{got}; where the host knows the number n, pass x[:n]")
+    if num_rows.numel() != 1 or num_rows.device != x.device:
+        raise ValueError(f"num_rows: wanted one number on {x.device}, where the rows are, got "
+                         f"{list(num_rows.shape)} on {num_rows.device}")
+
+
+def quantize_fp8(x, activation=None, num_rows=None):
+    """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers of a row.
+
+    One kernel reads the rows once.  With an activation it quantises the activations of the rows, which are
+    float32 in between: they are not rounded to the dtype of x.  The CPU and CUDA give the same bits.
+
+    The numbers are those of LowLatencyAll2All.dispatch with fp8=True: scale = the largest magnitude / 448,
+    q = x * (1 / scale), rounded to nearest even.  A group of zeros has the scale 2^-100 / 448.  A NaN stays
+    NaN and does not change the scale.  A group with an infinity has the scale infinity, and all products
+    with it are NaN.  So no scale is 0 or subnormal.
+
+    Args:
+        x: [M, K] float32, bfloat16 or float16.  Where K is not a multiple of 128, the last group is shorter.
+            For an activation with gates [M, 2 * K].
+        activation: None, or one of grouped_gemm's: "swiglu", SwiGLU(alpha, limit, offset), "geglu_tanh"
+            (a row has K gates, then K ups), "gpt_oss", GptOss(alpha, limit) (gates and ups interleaved),
+            "relu2", "gelu", "gelu_tanh", "silu" (no gates).
+        num_rows: None, or one int32 on x's device, for example expert_offsets[-1:] of a layer with a
+            capacity: rows from this number on are neither read nor written, and the host reads nothing.
+
+    Returns:
+        A tuple (q, scales): [M, K] float8_e4m3fn and [M, ceil(K / 128)] float32, in memory column after
+            column: grouped_gemm takes any strides, and is fastest with these.  x is about q * scale, with an
+            error of at most 2^-4 of its magnitude, or 2^-10 * scale if that is larger.  Rows from num_rows on
+            are undefined.
+
+    Raises:
+        ValueError: For a tensor that is not dense, another number of dimensions, an unknown activation, gates
+            for an odd number of columns, and a num_rows of another size or device.
+        TypeError: For what is not a tensor, and for another dtype.
+        RuntimeError: When a gradient of x is wanted.
+        NotImplementedError: For a tensor with a tangent of torch.autograd.forward_ad, and inside a transform
+            of torch.func other than vmap.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> q, scales = epmoe.quantize_fp8(torch.full((1, 200), 7.0))
+        >>> q[0, 199].item(), scales.tolist()
+        (448.0, [[0.015625, 0.015625]])
+        >>> q, scales = epmoe.quantize_fp8(torch.tensor([[0.0, 8.0, 1.0, 7.0]]), "swiglu")  # 2 gates, 2 ups
+        >>> q.tolist(), round(scales.item() * 448, 1)
+        ([[0.0, 448.0]], 56.0)
+
+    References:
+        DeepSeek-V3 Technical Report, section 3.3.2: 1x128 groups of activations.
+    """
+    _check_input(x, 2, "rows [M, K]")
+    kernel = as_kernel(activation)
+    if kernel[0] in GATED and x.shape[1] % 2:
+        raise ValueError(f"activation {activation!r}: wanted as many gates as ups in a row, got rows of "
+                         f"{x.shape[1]} numbers")
+    if num_rows is not None:
+        _check_num_rows(num_rows, x)
+        num_rows = num_rows.reshape(1)
+    check_mode(x, may_batch=True)
+    return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel)
+
+
+def quantize_fp8_weight(weight):
+    """Quantise weights to float8_e4m3fn, with a scale for each block of 128 by 128 numbers.
+
+    Scales are computed as by quantize_fp8: the largest magnitude / 448.  Checkpoints of DeepSeek-V3 hold
+    such scales under the name weight_scale_inv.
+
+    Args:
+        weight: [L, N, K] float32, bfloat16 or float16: the weights of L experts.  Where N or K is not a
+            multiple of 128, the last blocks are smaller.
+
+    Returns:
+        A tuple (q, scales): [L, N, K] float8_e4m3fn and [L, ceil(N / 128), ceil(K / 128)] float32.
+
+    Raises:
+        ValueError: For a tensor that is not dense, and for another number of dimensions.
+        TypeError: For what is not a tensor, and for another dtype.
+        RuntimeError: When a gradient of weight is wanted.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> q, scales = epmoe.quantize_fp8_weight(torch.full((1, 16, 200), 7.0))
+        >>> q.shape, scales.tolist()
+        (torch.Size([1, 16, 200]), [[[0.015625, 0.015625]]])
+
+    References:
+        DeepSeek-V3 Technical Report, section 3.3.2: 128x128 blocks of weights.
+    """
+    _check_input(weight, 3, "weights [L, N, K]")
+    num, n, k = weight.shape
+    q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = weight.new_empty((num, -(-n // BLOCK), -(-k // BLOCK)), dtype=torch.float32)
+    for e in range(num):  # one by one, because the computation needs several copies in float32
+        blocks = F.pad(weight[e].detach().float(), (0, -k % BLOCK, 0, -n % BLOCK))
+        blocks = blocks.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        scale, inverse = _scale_of(blocks, (1, 3))
+        q[e] = (blocks * inverse).to(q.dtype).flatten(2, 3).flatten(0, 1)[:n, :k]
+        scales[e] = scale[:, 0, :, 0]
+    return q, scales
+
+
+def _by_expert(a, b, scales, offsets, bias, row_weight, named, out):
+    """Compute the grouped GEMM by torch, for any device.  The host reads the offsets.
+
+    As in the kernels, each 128 products are added up first, in float32; their sum is multiplied by the
+    product of the two scales and added to the result; and the result is rounded once, at the end.
+    """
+    a_scale, b_scale = scales
+    n, k = b.shape[1:]
+    with torch.autocast(a.device.type, enabled=False):
+        for e, begin, end in rows_of_experts(offsets, len(a)):
+            rows, weight = a[begin:end].float(), b[e].float()
+            columns = b_scale[e].repeat_interleave(BLOCK, 0)[:n]  # [N, K / 128]
+            y = rows.new_zeros((end - begin, n))
+            for g in range(-(-k // BLOCK)):
+                part = slice(g * BLOCK, (g + 1) * BLOCK)
+                y += rows[:, part] @ weight[:, part].t() * (a_scale[begin:end, g, None] * columns[:, g])
+            y = y if bias is None else y + bias[e].float()
+            y = y if named is None else activate(y, named)
+            out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
+    return out
+
+
+def _out_shape(a, b, activation):
+    return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
+
+
+def _grouped_gemm_fp8(a, b, a_scale, b_scale, offsets, bias, row_weight, activation, portable, alpha, limit,
+                      dtype):
+    out = torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)
+    if not has_kernel(a, b, (torch.float8_e4m3fn,)):
+        named = activation_of(activation, alpha, limit)
+        return _by_expert(a, b, (a_scale, b_scale), offsets, bias, row_weight, named, out.zero_())
+    a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
+    # DLPack of some versions of torch has no FP8, so the kernel gets bytes
+    _C.grouped_gemm_fp8(activation, alpha, limit, a.view(torch.uint8), b.view(torch.uint8),
+                        (a_scale, b_scale), offsets, bias, row_weight, tile_counter(a), out, portable)
+    return out
+
+
+implement(_lib, "grouped_gemm_fp8", _grouped_gemm_fp8)
+
+
+@torch.library.register_fake("epmoe::grouped_gemm_fp8", lib=_lib)
+def _(a, b, a_scale, b_scale, offsets, bias, row_weight, activation, portable, alpha, limit, dtype):
+    return torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)

@@ -1,0 +1,231 @@
+"""Where the gradients of an EPMoE's weights go: later, by a call of its own, or into main_grad.
+
+By default the backward of a product computes the gradient of its weights (WGRAD) and returns it to autograd.
+An EPMoE that wants something else passes its product an alias of the weights that carries a Sink.  The
+product's backward then gives the factors of the gradient to the sink (gradient_of).
+
+Names and meanings are those of Transformer Engine and Megatron-LM: delay_wgrad_compute, backward_dw,
+fuse_wgrad_accumulation, main_grad, grad_added_to_main_grad.
+"""
+
+import collections
+import threading
+import weakref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..torch_modes import check_mode
+
+WGRAD = 2  # as in gemm.py, which uses this file
+
+_delaying = weakref.WeakSet()  # the WeightGradients that delay
+_lock = threading.Lock()  # ranks may be threads
+_is_installed = False
+
+
+def sink_of(weight):
+    """Return the Sink that weights carry, or None."""
+    return getattr(weight, "_epmoe_sink", None)
+
+
+def gradient_of(sink, a, b, offsets, portable=False):
+    """Return the gradient [L, N, K] of weights, of a [M, N] and b [M, K], or what their sink returns."""
+    if sink is None:
+        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, portable)
+    return sink.take(Factors(sink, a, b, offsets, portable))
+
+
+class Factors:
+    """The factors of a gradient, and what must be known to multiply them later."""
+
+    def __init__(self, sink, a, b, offsets, portable):
+        self.sink, self.tensors, self.portable = sink, (a, b, offsets), portable
+        self.versions = [t._version for t in self.tensors]
+        self.stream = self.ready = None
+
+    def keep(self):
+        """Remember the stream, if the product is made later."""
+        device = self.tensors[0].device
+        if device.type == "cuda":
+            self.stream = torch.cuda.current_stream(device)
+            self.ready = self.stream.record_event()
+
+    def _wait(self):
+        if self.stream is None:
+            return
+        now = torch.cuda.current_stream(self.stream.device)
+        if now != self.stream:
+            now.wait_event(self.ready)
+            for t in self.tensors:
+                t.record_stream(now)
+
+    def multiply(self):
+        """Return the gradient for autograd: [L, N, K], or None where main_grad has received it."""
+        self._wait()
+        if [t._version for t in self.tensors] != self.versions:
+            raise RuntimeError("backward_dw: a tensor that the gradient of the weights needs was modified in "
+                               "place after the backward pass: leave it as it is until backward_dw()")
+        p, scale = self.sink.parameter, self.sink.scale
+        if self.sink.owner.fuses:
+            out = main_grad_of(p).view(self.sink.shape)
+            torch.ops.epmoe.grouped_wgrad_add(*self.tensors, out, scale, self.portable)
+            return _stand_in(p, self.sink.shape)
+        a, b, offsets = self.tensors
+        grad = torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, self.portable)
+        return grad if scale == 1 else grad * scale
+
+
+def main_grad_of(p, name="a parameter"):
+    """Return p.main_grad after checks.  Raises RuntimeError where it does not fit."""
+    grad = getattr(p, "main_grad", None)
+    wanted = f"{list(p.shape)} of float32 or {p.dtype} on {p.device}, contiguous"
+    if not isinstance(grad, torch.Tensor):
+        raise RuntimeError(f"{name} has no main_grad, which fuse_wgrad_accumulation=True needs: set "
+                           f"p.main_grad to a tensor {wanted}, for example "
+                           f"torch.zeros_like(p, dtype=torch.float32)")
+    fits = grad.dtype in (torch.float32, p.dtype) and grad.is_contiguous() and not grad.requires_grad
+    if not fits or grad.shape != p.shape or grad.device != p.device:
+        raise RuntimeError(f"main_grad of {name}: wanted a tensor {wanted}, that requires no grad; got "
+                           f"{list(grad.shape)} of {grad.dtype} on {grad.device}, strides {grad.stride()}")
+    if getattr(p, "overwrite_main_grad", False):
+        raise RuntimeError(f"{name} has overwrite_main_grad: epmoe only adds to main_grad")
+    return grad
+
+
+def _stand_in(p, shape):
+    """Return what autograd gets where main_grad has the gradient, as Megatron-LM's hooks expect it.
+
+    They run when autograd accumulates the gradient of p, and drop what they find there.
+    """
+    if not hasattr(p, "grad_added_to_main_grad"):
+        return None
+    p.grad_added_to_main_grad = True
+    return p.new_zeros(shape) if getattr(p, "zero_out_wgrad", False) else p.new_empty(shape)
+
+
+class _Later(torch.autograd.Function):
+    """Runs Factors.multiply as the backward of a parameter, so that the hooks of the parameter run too."""
+
+    @staticmethod
+    def forward(ctx, p, factors):
+        ctx.factors = factors
+        return p.new_empty(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = ctx.factors.multiply()
+        return grad if grad is None else grad.view_as(ctx.factors.sink.parameter), None
+
+
+class Sink:
+    """Takes the factors of the gradient of one parameter, in the backward of one forward pass."""
+
+    def __init__(self, owner, step, parameter, scale, shape):
+        self.owner, self.step, self.parameter = owner, step, parameter
+        self.scale, self.shape = scale, shape  # a factor of the gradient, and [L, N, K]
+        self.leaf = None  # the node of the graph that accumulates the gradient
+
+    def take(self, factors):
+        """Return what the backward of a product returns for its weights."""
+        check_mode(*factors.tensors)
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: with delay_wgrad_compute or fuse_wgrad_accumulation, "
+                               "gradients of gradients are not supported: leave these options out")
+        if any(type(t) is not torch.Tensor for t in factors.tensors):
+            raise RuntimeError("delay_wgrad_compute and fuse_wgrad_accumulation need the tensors themselves, "
+                               "but a tracer runs the backward: leave these options out")
+        is_wanted = self._is_wanted()
+        if not self.owner.delays:
+            return factors.multiply() if is_wanted else None
+        if not is_wanted:
+            raise RuntimeError("delay_wgrad_compute goes with backward() without inputs=, and not with "
+                               "torch.autograd.grad(): call backward(), then backward_dw()")
+        factors.keep()
+        self.owner.add(self.step, factors)
+        return None
+
+    def _is_wanted(self):
+        """Whether this backward pass computes the gradient of the weights."""
+        try:
+            return torch._C._will_engine_execute_node(self.leaf)
+        except RuntimeError as error:  # what torch says of a leaf in autograd.grad()
+            raise RuntimeError("torch.autograd.grad() of a parameter whose gradient goes to main_grad: call "
+                               "backward(), or leave fuse_wgrad_accumulation out") from error
+
+
+class WeightGradients:
+    """The sinks of an EPMoE, and the gradients that wait for backward_dw.
+
+    delays: gradients wait for backward_dw.  fuses: they are added to main_grad.
+    """
+
+    def __init__(self, delays, fuses):
+        self.delays, self.fuses = bool(delays), bool(fuses)
+        self.pending = collections.OrderedDict()  # forward pass -> factors, in the order of the backwards
+        self._step = None
+        if self.delays:
+            _watch(self)
+
+    def __deepcopy__(self, memo):
+        return WeightGradients(self.delays, self.fuses)  # what waits is the original's
+
+    def begin(self, parameters):
+        """Begin a forward pass.  Raises for parameters that cannot have a sink.
+
+        Args:
+            parameters: {name: parameter} of those that require grad.
+        """
+        self._step = object()
+        for name, p in parameters.items():
+            if not p.is_leaf or not p.is_contiguous():
+                raise RuntimeError(f"{name} is a view or has other strides, but delay_wgrad_compute and "
+                                   f"fuse_wgrad_accumulation need a contiguous parameter: FSDP and "
+                                   f"parametrizations do not go together with them")
+            if self.fuses:
+                main_grad_of(p, name)
+
+    def weight(self, p, scale, shape=None):
+        """Return an alias [L, N, K] of a parameter, whose gradient goes to a sink of this forward pass.
+
+        shape: L, N, K, if the parameter has another shape; -1 as for view.
+        """
+        shape = p.shape if shape is None else p.detach().view(shape).shape
+        sink = Sink(self, self._step, p, scale, shape)
+        # With delay, p is not in the graph: no hook of p runs in the backward.
+        leaf = p.detach().requires_grad_() if self.delays else p
+        alias = leaf.view(shape)
+        sink.leaf = alias.grad_fn.next_functions[0][0]  # it refers to leaf, which must not refer to the sink
+        alias._epmoe_sink = sink
+        return alias
+
+    def add(self, step, factors):
+        self.pending.setdefault(step, []).append(factors)
+
+    def compute(self):
+        """Compute the gradients of the oldest backward pass that waits."""
+        if not self.pending:
+            raise RuntimeError("backward_dw: no backward pass of this module waits for it: call it once "
+                               "after each backward pass, not more often")
+        _, waiting = self.pending.popitem(last=False)
+        for factors in waiting:
+            with torch.enable_grad():
+                token = _Later.apply(factors.sink.parameter, factors)
+            token.backward(token.detach())
+
+
+def _watch(gradients):
+    """Raise an error in the step of an optimizer for whose parameters backward_dw was not called."""
+    global _is_installed
+    with _lock:
+        _delaying.add(gradients)
+        if not _is_installed:
+            register_optimizer_step_pre_hook(_before_step)
+            _is_installed = True
+
+
+def _before_step(optimizer, args, kwargs):
+    waiting = {id(f.sink.parameter) for g in list(_delaying) for fs in g.pending.values() for f in fs}
+    if waiting and any(id(p) in waiting for group in optimizer.param_groups for p in group["params"]):
+        raise RuntimeError("an optimizer makes a step, but gradients of its parameters wait for "
+                           "backward_dw(): call it once for each backward pass before the step")

@@ -1,0 +1,1 @@
+"""EPMoE: its module, training, placement of experts, checkpoints, and the experts beside DDP and FSDP."""

@@ -1,0 +1,124 @@
+"""When and how EPMoE uses LowLatencyAll2All: for layers of few tokens, where no gradient is wanted."""
+
+import torch
+
+from .. import _C
+from ..a2a.fused import EpAll2AllFusedOp, fuses
+from ..a2a.low_latency import LowLatencyAll2All
+from ..errors import HeapExhausted
+from ..gemm.grouped import aligned, as_kernel, grouped_gemm
+from ..torch_modes import is_traced, is_watched, requires_grad
+from . import experts as experts_ops, moe_fp8
+
+PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+MOST_TOKENS = 512  # of a rank in a layer that decodes by itself
+SPARE_BUFFERS = 32  # of the 256 communication buffers of a world
+
+
+def decodes(max_tokens, topk, num_experts, world_size):
+    """Whether calls of a layer of this shape, without gradients, take the low-latency path by themselves.
+
+    It depends on the shape alone, because all ranks must decide alike, whatever their numbers of tokens.
+    """
+    return max_tokens <= MOST_TOKENS and not fuses(max_tokens, topk, num_experts, world_size)
+
+
+class _Path(LowLatencyAll2All):
+    """A path that a call makes by itself: it leaves communication buffers for what the program asks for."""
+
+    _spare_buffers = SPARE_BUFFERS
+
+
+def create(layer, max_tokens, kind=LowLatencyAll2All):
+    """Return a LowLatencyAll2All of a layer's shape, which uses no more SMs than the layer.  Collective."""
+    return kind(layer.world, max_tokens, layer.hidden, layer.topk * layer._copies, layer.num_experts,
+                dtype=layer.dtype, device=layer.device, num_sm=layer._requested_num_sm,
+                reserve_sms=layer._config.reserve_sms)
+
+
+def decodes_alone(layer):
+    """Whether calls without gradients take the low-latency path by themselves."""
+    return (isinstance(layer, EpAll2AllFusedOp) and not layer.fused and layer.capacity is None
+            and layer.may_decode and layer._config.combine_mode == _C.COMBINE_LOCAL
+            and decodes(layer.max_tokens // layer._copies, layer.topk * layer._copies, layer.num_experts,
+                        layer.world_size))
+
+
+def path_of(layer, decode, is_fp8):
+    """Return the LowLatencyAll2All that a call uses, or None: the layer's stages.
+
+    decode: as for EPMoE.forward.  All ranks must decide alike.  So the tensors of the call do not count, of
+    which only this rank's may require a gradient.  Experts in FP8 have no gradients.
+
+    The first call of a layer that decodes by itself creates the path, on all ranks.  An error of that reaches
+    all ranks, so it must not be reported again.
+    """
+    if decode is not None:
+        return layer.low_latency if decode is True else None
+    if is_traced() or torch.is_grad_enabled() and not is_fp8 or not decodes_alone(layer):
+        return None
+    if layer.low_latency is None:
+        if layer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None  # nothing can be created now
+        try:
+            layer.low_latency = create(layer, layer.max_tokens // layer._copies, _Path)
+        except HeapExhausted:  # on all ranks
+            layer.may_decode = False
+    return layer.low_latency
+
+
+def check_path(path, decode, *tensors):
+    """Raise for a wrong `decode`, and for decode=True without a path, or where a gradient is wanted."""
+    if not isinstance(decode, bool):
+        raise TypeError(f"decode: wanted True, False or None, got {type(decode).__name__}")
+    if not decode:
+        return
+    if path is None:
+        raise ValueError("decode=True, but this module has no decode path: call enable_decode() first")
+    if requires_grad(*tensors) or is_traced():
+        raise RuntimeError("decode=True has no gradients and cannot be compiled: call it under "
+                           "torch.no_grad(), outside of torch.compile")
+
+
+def run(moe, a2a, x, topk_idx, topk_weights):
+    """Dispatch, the experts of moe, and combine through a2a."""
+    try:
+        weights = gate_up, gate_up_bias, down, down_bias = [getattr(moe, name) for name in PARAMETERS]
+        at_once = not moe.is_fp8 and not is_watched() and experts_ops.takes(a2a, x, topk_weights, *weights)
+    except Exception as error:
+        a2a._refuse(_C.OP_LL_DISPATCH, error, 0)
+    if at_once:
+        return _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights)
+    rows, scales, _, handle = a2a.dispatch(x, topk_idx, topk_weights, fp8=moe.is_fp8, layout="compact")
+    try:
+        offsets = handle.expert_offsets
+        if moe.is_fp8:
+            y = moe_fp8.compute(moe, rows, scales, offsets)
+        else:
+            h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias, activation=moe.activation)
+            y = grouped_gemm(h, down, offsets=offsets, bias=down_bias)
+    except Exception as error:
+        a2a._refuse(_C.OP_LL_COMBINE, error, handle.buffer)
+    return a2a.combine(y, handle)
+
+
+def _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights):
+    """As run, in one call of the module."""
+    gate_up, gate_up_bias, down, down_bias = weights
+    try:
+        a2a._check_idle(_C.OP_LL_DISPATCH, 0)
+        kernel = as_kernel(moe.activation)
+        allocate, hidden, inner = a2a._allocate, a2a.hidden, down.shape[2]
+        weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
+        handle = allocate((a2a._handle_words,), (1,), torch.int32)
+        counts = allocate((a2a.num_local_experts,), (1,), torch.int32)
+        rows, a = (allocate((a2a.capacity, n), (n, 1), a2a.dtype) for n in (hidden, inner))
+        y = allocate((x.shape[0], hidden), (hidden, 1), a2a.dtype)
+        x, weight, gate_up, down = aligned(x), aligned(weight), aligned(gate_up), aligned(down)
+        gate_up_bias, down_bias = experts_ops.bias_of(a2a, gate_up_bias), experts_ops.bias_of(a2a, down_bias)
+        # The second product writes into the rows, which the first has read by then.
+        _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, handle,
+                                        rows, counts, a, rows, y, *kernel))
+    except Exception as error:
+        a2a._refuse(_C.OP_LL_DISPATCH, error, 0)
+    return y

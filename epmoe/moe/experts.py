@@ -1,0 +1,385 @@
+"""The experts of EPMoE in 16 bits, from tokens to tokens: one call of the module forward, two backward.
+
+Forward: plan, dispatch, gate and up, the activation, down, combine.  For a backward the received rows and
+gate and up are saved.  Backward: dispatch of dy, DGRAD of down, the gradient of the activation; then WGRAD of
+down, DGRAD of gate and up, combine of dx, and WGRAD of gate and up.  csrc/layer/experts.c runs them.  Where
+the fused kernels exist, each product of rows shares a launch with the communication beside it.  Elsewhere the
+stages run one after the other, with the same results, bit for bit.
+
+Eager calls go through an autograd.Function.  Where something must see operators, as a compiler, they are
+torch.ops.epmoe.experts and the two of its backward.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch._C._functorch import peek_interpreter_stack
+
+from .. import _C
+from ..a2a.fused import EpAll2AllFusedOp
+from ..a2a.fused_ops import expert_offsets
+from ..a2a.layer_calls import ANY_ROOM, MOST_ROOMS, NO_ROOM, room_after
+from ..a2a.layout import EPLayout
+from ..a2a.ops import layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
+from ..comm.refusals import check_plain, reported_after_plan, reporting
+from ..gemm.grouped import GATED, WGRAD, aligned, as_kernel
+from ..gemm.weight_gradients import gradient_of, sink_of
+from ..torch_modes import check_mode, implement, is_watched, requires_grad
+
+lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+           "Tensor? down_bias, str layer, int buffer, SymInt num_rows, int activation, float alpha, float "
+           "limit, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+lib.define("experts_backward_down(Tensor dy, Tensor plan, Tensor down, Tensor? down_bias, Tensor h, Tensor "
+           "row_weight, str layer, int buffer, int activation, float alpha, float limit, Tensor? after=None) "
+           "-> (Tensor, Tensor, Tensor, Tensor)")
+lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight, Tensor plan, Tensor recv, "
+           "str layer, int buffer, SymInt num_tokens, Tensor? after=None) -> (Tensor, Tensor)")
+# The gradient of a bias: a grouped GEMM to the tensor cores, but a sum to who counts operations (flops.py).
+lib.define("sum_of_rows(Tensor g, Tensor? row_weight, Tensor offsets) -> Tensor")
+
+
+def takes(layer, x, weight, gate_up, gate_up_bias, down, down_bias):
+    """Whether a call of a layer's experts takes this road.
+
+    A layer over several nodes does not: its rows come with the operations of the rail.  Nor does a compiled
+    call without gradients: its operators keep nothing for a backward.
+    """
+    return (getattr(layer, "nodes", None) is None and layer.dtype in (torch.bfloat16, torch.float16)
+            and layer._copies == 1 and gate_up.dim() == down.dim() == 3
+            and gate_up.is_contiguous() and down.is_contiguous()
+            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:]))
+            and (not is_watched() or requires_grad(x, weight, gate_up, gate_up_bias, down, down_bias)))
+
+
+def _fits_kernels(*sizes):
+    """Whether the kernels take weights of these sizes."""
+    return all(0 < n <= 1 << 24 and n % 16 == 0 for n in sizes)
+
+
+def run(layer, tokens, topk_idx, topk_weights, parameters, activation):
+    """Plan, and apply the experts.  Returns (y, layout).
+
+    parameters: gate_up [L, N, H], its bias or None, down [L, H, I], its bias or None.
+    """
+    layout = None
+    try:
+        if is_watched() or peek_interpreter_stack() is not None:
+            return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
+        kernel = as_kernel(activation)
+        check_mode(tokens, topk_weights, *parameters)
+        for name, t in zip(("x", "topk_idx", "topk_weights"), (tokens, topk_idx, topk_weights)):
+            if type(t) is not torch.Tensor:
+                check_plain(name, t)
+        weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
+        plan = layer._empty(layer._plan_words(tokens.shape[0]), dtype=torch.int32)
+        layout = EPLayout(layer, plan, tokens.shape[0], 0)
+        if requires_grad(tokens, weight, *parameters):
+            return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel), layout
+        y, *_ = _forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False)
+        return y, layout
+    except Exception as error:
+        if layout is not None and layout.recv is not None:
+            raise  # the operations have run: nobody waits for this rank
+        layer._refuse(_C.OP_PLAN, error, 0)
+
+
+def _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation):
+    layout, weight, num_rows = layer._prepare(_C.OP_PLAN, tokens, topk_idx, topk_weights, None, None, 0)
+    y, rows, recv = _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation)
+    layer._set_dispatched(layout, rows, recv)
+    return y, layout
+
+
+@reported_after_plan(_C.OP_DISPATCH)
+def _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation):
+    y, rows, _, _, recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
+                                                  layout.buffer, num_rows, *as_kernel(activation))
+    return y, rows, recv
+
+
+def _is_fused(layer, columns, weight, trains):
+    """Whether the product of these weights shares a launch with the communication beside it.
+
+    columns: N of the gate and up weights [L, N, H].
+    """
+    if not isinstance(layer, EpAll2AllFusedOp):
+        return False
+    return layer._is_fused_training(weight, columns) if trains else layer._is_fused(weight)
+
+
+def _knobs(layer, fused):
+    """Return how a layer divides the work of fused kernels, as the module takes it."""
+    if not fused:
+        return False, 1, 0, False, 1, False
+    return (True, layer._move_sms, layer._tail_sms, not layer.block_wise_barrier, layer._reduce_sms,
+            layer.combine_order == "serial")
+
+
+# ---- calls of the module ----
+
+
+def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, keeps):
+    """Run the experts.  Returns (y, rows, h, row_weight, recv).
+
+    topk_idx: None if the plan is made already.  num_rows: -1 if only the plan has it.  keeps: for a backward.
+    Outputs are allocated before the number of rows is known: see layer_calls.py.  When the operations have
+    run, the layout has recv, and the number of rows if the host knows it.
+    """
+    gate_up, gate_up_bias, down, down_bias = parameters
+    num_tokens, hidden, columns, inner = x.shape[0], layer.hidden, gate_up.shape[1], down.shape[2]
+    fused = _is_fused(layer, columns, gate_up, keeps) and inner % 16 == 0  # both products
+    is_planned = topk_idx is None
+    key = num_tokens.bit_length(), gate_up.data_ptr() if keeps else None
+    room = layer.capacity if num_rows < 0 else num_rows
+    knows = room is not None
+    if not knows:
+        room = layer._rooms.get(key, 0)
+    is_hint = not knows and room != NO_ROOM  # room follows from earlier calls
+    empty = layer._empty
+    x, weight, gate_up, down = aligned(x), aligned(weight), aligned(gate_up), aligned(down)
+    gate_up_bias, down_bias = bias_of(layer, gate_up_bias), bias_of(layer, down_bias)
+    recv, y = empty(layer._recv_words, dtype=torch.int32), empty(num_tokens, hidden)
+    while True:
+        n = max(room, 0)
+        try:
+            rows, row_weight, a = empty(n, hidden), empty(n, dtype=torch.float32), empty(n, inner)
+            h = empty(n, columns) if keeps else None
+            out_rows = empty(n, hidden) if keeps else rows  # which the first product has read by then
+        except Exception:
+            if not is_hint:
+                raise
+            layer._rooms[key] = room = NO_ROOM  # torch frees all memory that it caches before it gives up
+            is_hint = False
+            continue
+        awaits_rows = 0 if knows else 1 + n // 8 if keeps else ANY_ROOM
+        found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
+            x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, layout.plan, recv, rows, row_weight,
+            h, a, out_rows, y, *kernel, keeps, *_knobs(layer, fused), layer.token_sorting, is_planned,
+            awaits_rows))
+        if is_launched:
+            layout.recv = recv
+        if is_hint:
+            if len(layer._rooms) >= MOST_ROOMS and key not in layer._rooms:
+                layer._rooms.clear()
+            layer._rooms[key] = room_after(room, found, keeps, room - found >= awaits_rows)
+        if is_launched:
+            break
+        room, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
+    found = found if awaits_rows else n
+    if layer.capacity is None:
+        layout._num_rows = found
+        if layer.host_counts:  # the host waits for nothing: it knows the plan's number of rows already
+            layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
+        if keeps and found < n:
+            for t in rows, row_weight, h:
+                t.resize_(found, *t.shape[1:])
+    return y, rows, h, row_weight, recv
+
+
+def _down(layer, dy, plan, down, down_bias, h, row_weight, kernel, buffer):
+    """Run the first half of the backward.  Returns (g, d_h, weighted, dots): see protocol/ops.h."""
+    num_rows, columns = h.shape
+    empty = layer._empty
+    dy, down = aligned(dy), aligned(down)
+    g, weighted = empty(num_rows, layer.hidden), empty(num_rows, down.shape[2])
+    d_h = empty(num_rows, columns)
+    dots, recv = empty(num_rows, dtype=torch.float32), empty(layer._recv_words, dtype=torch.int32)
+    fused = _is_fused(layer, columns, down, True)
+    _C.layer_experts_down(layer._c, buffer, (dy, down, plan, h, row_weight, recv, g, weighted, d_h, dots,
+                                             *kernel, *_knobs(layer, fused)))
+    if down_bias is not None:
+        bias = F.pad(bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
+        dots += row_dots(g, bias[_expert_of_row(expert_offsets(layer, plan), num_rows)])
+    return g, d_h, weighted, dots
+
+
+def _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down, out_rows, d_gate_up, buffer,
+        num_tokens):
+    """Run the second half of the backward.  Returns (dx, gradient of the routing weights [T, K]).
+
+    d_down, d_gate_up: where these gradients go, or None.  out_rows: for the rows of dx; may be g, whose
+    product is done before they are.
+    """
+    dx = layer._empty(num_tokens, layer.hidden)
+    d_weight = layer._empty(num_tokens, layer.topk, dtype=torch.float32)
+    d_h, gate_up, dots = aligned(d_h), aligned(gate_up), aligned(dots)
+    knobs = _knobs(layer, _is_fused(layer, gate_up.shape[1], gate_up, True))
+    fused, num_move, _, _, num_reduce, is_serial = knobs
+    _C.layer_experts_up(layer._c, buffer, (d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down,
+                                           out_rows, dx, d_weight, d_gate_up, fused, num_move, num_reduce,
+                                           is_serial))
+    return dx, d_weight
+
+
+def bias_of(layer, bias):
+    return None if bias is None else aligned(bias.to(layer.dtype).contiguous())
+
+
+def _expert_of_row(offsets, num_rows):
+    """Return [M]: the expert of each row, and L for a row of no expert."""
+    row = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
+    return (torch.searchsorted(offsets, row, right=True) - 1) % len(offsets)
+
+
+# ---- eager: an autograd.Function ----
+
+
+class _Experts(torch.autograd.Function):
+    """The experts of a training step."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gate_up, gate_up_bias, down, down_bias, layer, topk_idx, layout, kernel):
+        parameters = gate_up, gate_up_bias, down, down_bias
+        y, rows, h, row_weight, recv = _forward(layer, x, topk_idx, weight, layout, parameters, kernel, -1,
+                                                True)
+        ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
+        ctx.sinks = sink_of(gate_up), sink_of(down)
+        ctx.save_for_backward(layout.plan, *parameters, rows, h, row_weight, recv)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None, None, None, None
+
+
+def _backward(ctx, layer, dy, needed):
+    """Return the gradients of x, weight, gate_up, gate_up_bias, down and down_bias, those that are needed."""
+    plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = saved_tensors(
+        ctx, layer, _C.OP_DISPATCH, dy)
+    of_x, of_weight, of_gate_up, of_gate_up_bias, of_down, of_down_bias = needed
+    d_gate_up = d_gate_up_bias = d_down = d_down_bias = None
+    with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
+        as_operators = is_watched() or peek_interpreter_stack() is not None
+        check_mode(dy, gate_up, down, may_batch=True)
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
+                                      f"{layer.dtype}: use dtype=torch.float32")
+        dy = dy.contiguous()
+        if as_operators:
+            g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
+                dy, plan, down, down_bias, h, row_weight, layer.id, ctx.buffer, *ctx.kernel)
+        else:
+            g, d_h, weighted, dots = _down(layer, dy, plan, down, down_bias, h, row_weight, ctx.kernel,
+                                           ctx.buffer)
+        # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
+        ctx.maybe_clear_saved_tensors()
+        del h
+        # A sink takes the factors of a gradient, and a compiler sees the product. Else the module makes it.
+        sink_up, sink_down = ctx.sinks
+        gives_up, gives_down = as_operators or sink_up is not None, as_operators or sink_down is not None
+        offsets = expert_offsets(layer, plan)
+        if of_down:
+            d_down = gradient_of(sink_down, g, weighted, offsets) if gives_down else torch.empty_like(down)
+        if of_down_bias:
+            d_down_bias = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
+        if of_gate_up and not gives_up:
+            d_gate_up = torch.empty_like(gate_up)
+        # Also where this rank wants neither: another rank may want one, and waits for the rows of all.
+        if as_operators:
+            del g, weighted  # their memory serves the combine
+            dx, d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, layer.id,
+                                                               ctx.buffer, ctx.num_tokens)
+        else:
+            # A sink may multiply g later.
+            out_rows = g if sink_down is None else torch.empty_like(g)
+            dx, d_weight = _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
+                               None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
+                               ctx.num_tokens)
+    if of_gate_up and gives_up:
+        d_gate_up = gradient_of(sink_up, d_h, rows, offsets)
+    if of_gate_up_bias:
+        d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
+    return (dx if of_x else None, d_weight if of_weight else None, d_gate_up, d_gate_up_bias, d_down,
+            d_down_bias)
+
+
+# ---- operators, for compilers ----
+
+
+def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, activation,
+                 alpha, limit, after=None):
+    layer, parameters = layer_of(layer), (gate_up, gate_up_bias, down, down_bias)
+    layout = EPLayout(layer, plan, x.shape[0], buffer)
+    try:
+        kernel = activation, alpha, limit
+        return _forward(layer, x, None, weight, layout, parameters, kernel, num_rows, True)
+    except Exception:
+        if layout.recv is not None:
+            raise  # the operations have run: nobody waits for this rank
+        with reporting(layer, _C.OP_DISPATCH, buffer, plan, num_rows < 0):
+            raise
+
+
+def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, alpha, limit,
+                       after=None):
+    layer = layer_of(layer)
+    with reporting(layer, _C.OP_DISPATCH, buffer, plan):
+        return _down(layer, dy, plan, down, down_bias, h, row_weight, (activation, alpha, limit), buffer)
+
+
+def _run_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
+    layer = layer_of(layer)
+    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+        rows = layer._empty(len(d_h), layer.hidden)
+        return _up(layer, d_h, gate_up, d_row_weight, plan, recv, rows, rows, d_h, None, rows, None, buffer,
+                   num_tokens)
+
+
+def _run_sum_of_rows(g, row_weight, offsets):
+    """Return the sum [L, N] of each expert's rows of g, times their weights: WGRAD with one other column."""
+    column = g.new_ones(g.shape[0]) if row_weight is None else row_weight.to(g.dtype)
+    columns = F.pad(column[:, None], (0, 15))
+    return torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, WGRAD, 0, False)[..., 0].contiguous()
+
+
+for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_backward_down),
+                  ("experts_backward_up", _run_backward_up), ("sum_of_rows", _run_sum_of_rows)):
+    implement(lib, _name, _f)
+
+
+@register_fake("experts")
+def _(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, *_, **__):
+    layer = layer_of(layer)
+    num_rows = rows_to_trace(layer, num_rows)
+    like = x.new_empty(0, dtype=layer.dtype)
+    return (like.new_empty(x.shape[0], layer.hidden), like.new_empty(num_rows, layer.hidden),
+            like.new_empty(num_rows, gate_up.shape[1]), x.new_empty(num_rows, dtype=torch.float32),
+            plan.new_empty(layer._recv_words))
+
+
+@register_fake("experts_backward_down")
+def _(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, *_, **__):
+    like = dy.new_empty(0, dtype=layer_of(layer).dtype)
+    columns = h.shape[1] // (2 if activation in GATED else 1)
+    return (like.new_empty(h.shape[0], down.shape[1]), torch.empty_like(h),
+            like.new_empty(h.shape[0], columns), dy.new_empty(h.shape[0], dtype=torch.float32))
+
+
+@register_fake("experts_backward_up")
+def _(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
+    layer = layer_of(layer)
+    return (d_h.new_empty(num_tokens, layer.hidden),
+            d_h.new_empty(num_tokens, layer.topk, dtype=torch.float32))
+
+
+@torch.library.register_fake("epmoe::sum_of_rows", lib=lib)
+def _(g, row_weight, offsets):
+    return g.new_empty(offsets.shape[0] - 1, g.shape[1])
+
+
+def _save(ctx, inputs, output):
+    x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, *ctx.kernel, _ = inputs
+    _, rows, h, row_weight, recv = output
+    ctx.num_tokens = x.shape[0]
+    ctx.sinks = sink_of(gate_up), sink_of(down)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(rows, h, row_weight, recv)
+    ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)
+
+
+def _backward_of_operator(ctx, dy, *_):
+    needed = ctx.needs_input_grad
+    x, weight, *of_parameters = _backward(ctx, layer_of(ctx.layer_id), dy, [*needed[:2], *needed[3:7]])
+    return x, weight, None, *of_parameters, *[None] * 7
+
+
+torch.library.register_autograd("epmoe::experts", _backward_of_operator, setup_context=_save, lib=lib)

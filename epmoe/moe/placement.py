@@ -1,0 +1,289 @@
+"""ExpertMap: which physical experts hold each logical expert; balance_experts makes one for a routing."""
+
+import heapq
+
+import torch
+
+from ..torch_modes import writing
+
+__all__ = ["ExpertMap", "balance_experts"]
+
+
+class ExpertMap:
+    """Which expert each place for an expert holds, so that a busy expert can have several places.
+
+    A router chooses among E logical experts.  The ranks have P places for weights, P/W each: the physical
+    experts.  Each holds a logical expert, or nothing.  A logical expert that several of them hold has
+    replicas, which share its tokens.
+
+    EPMoE takes a map in set_expert_map.  The other layers move tokens to physical experts: give them P as
+    their number of experts, and physical(topk_idx, rank) as the indices.
+
+    Args:
+        physical_to_logical_map: [P] of an integer dtype: the logical expert of each physical one, or -1:
+            none.  DeepSeek's EPLB returns it under this name.
+        num_experts: E, or None: the largest logical expert and one.
+
+    Attributes:
+        num_experts: E.
+        num_physical: P.
+        physical_to_logical_map: [P] int64.
+        logical_to_physical_map: [E, P - E + 1] int64: the replicas of each logical expert, then -1.
+        logical_count: [E] int64: how many replicas each has.
+
+    Raises:
+        ValueError: For a wrong shape, an expert out of range, and a logical expert without a physical one.
+        TypeError: For a wrong type or dtype.
+
+    Examples:
+        Expert 0 has two replicas.
+
+        >>> import epmoe
+        >>> import torch
+        >>> m = epmoe.ExpertMap(torch.tensor([0, 1, 2, 0]))
+        >>> m
+        ExpertMap(3 experts, 4 physical, at most 2 replicas)
+        >>> m.logical_to_physical_map.tolist(), m.logical_count.tolist()
+        ([[0, 3], [1, -1], [2, -1]], [2, 1, 1])
+    """
+
+    def __init__(self, physical_to_logical_map, num_experts=None):
+        p2l = physical_to_logical_map
+        if not isinstance(p2l, torch.Tensor) or p2l.dtype.is_floating_point or p2l.dtype == torch.bool:
+            got = p2l.dtype if isinstance(p2l, torch.Tensor) else type(p2l).__name__
+            raise TypeError(f"physical_to_logical_map: wanted a tensor of integers, got {got}")
+        if p2l.dim() != 1:
+            raise ValueError(f"physical_to_logical_map: wanted shape [P], got {list(p2l.shape)}: make a map "
+                             f"for each layer")
+        logical = p2l.tolist()
+        num_experts = max(logical, default=-1) + 1 if num_experts is None else int(num_experts)
+        replicas = [[] for _ in range(num_experts)]
+        for p, e in enumerate(logical):
+            if not -1 <= e < num_experts:
+                raise ValueError(f"physical_to_logical_map: physical expert {p} holds expert {e}: must be -1 "
+                                 f"to {num_experts - 1}")
+            if e >= 0:
+                replicas[e].append(p)
+        if not replicas or not all(replicas):
+            missing = [e for e, of in enumerate(replicas) if not of]
+            raise ValueError(f"physical_to_logical_map: no physical expert holds "
+                             f"{f'expert {missing[0]}' if missing else 'any expert'}")
+        most = len(logical) - num_experts + 1
+        rows = [of + [-1] * (most - len(of)) for of in replicas]
+        counts = [len(of) for of in replicas]
+        rows, counts = (torch.tensor(t, device=p2l.device, dtype=torch.int64) for t in (rows, counts))
+        self._set(p2l.to(torch.int64, copy=True), rows, counts)
+
+    def _set(self, physical_to_logical, logical_to_physical, counts):
+        self.num_experts, self.num_physical = len(counts), len(physical_to_logical)
+        self.physical_to_logical_map = physical_to_logical
+        self.logical_to_physical_map = logical_to_physical
+        self.logical_count = counts
+        # For indices -2 to E + 1: a wrong one, a dropped choice, the experts, a dropped choice, a wrong one.
+        # A wrong index stays wrong, so that the layer raises EpIndexError.
+        e, most = logical_to_physical.shape
+        self._counts = counts.new_ones(e + 4)
+        self._counts[2:-2] = counts
+        self._replicas = torch.full((e + 4, most), -1, dtype=torch.int32, device=counts.device)
+        self._replicas[2:-2] = logical_to_physical
+        self._replicas[0], self._replicas[-1] = -2, self.num_physical + 1
+
+    @classmethod
+    def home(cls, num_experts, num_ranks, num_physical=None):
+        """Return the map without replicas, in which the experts are in order, and as many on each rank.
+
+        With n = E/W rounded up, expert e is on rank e // n.  So the last rank with experts may have fewer,
+        and ranks after it none.  A rank's physical experts that are left are empty.
+
+        Args:
+            num_experts: E.
+            num_ranks: W.
+            num_physical: P, a multiple of W; None: n * W.
+
+        Returns:
+            An ExpertMap on the CPU.
+
+        Raises:
+            ValueError: For a P that is too small or not a multiple of W.
+
+        Examples:
+            >>> import epmoe
+            >>> epmoe.ExpertMap.home(5, num_ranks=2).physical_to_logical_map.tolist()
+            [0, 1, 2, 3, 4, -1]
+            >>> epmoe.ExpertMap.home(5, num_ranks=2, num_physical=8).physical_to_logical_map.tolist()
+            [0, 1, 2, -1, 3, 4, -1, -1]
+        """
+        num_physical = check_num_physical(num_experts, num_ranks, num_physical)
+        of_rank = -(-num_experts // num_ranks)
+        held = []
+        for first in range(0, num_ranks * of_rank, of_rank):
+            experts = list(range(min(first, num_experts), min(first + of_rank, num_experts)))
+            held += experts + [-1] * (num_physical // num_ranks - len(experts))
+        return cls(torch.tensor(held, device="cpu", dtype=torch.int64), num_experts)
+
+    def to(self, device):
+        """Return a copy of the map on a device.
+
+        Args:
+            device: A torch.device or its name.
+
+        Returns:
+            An ExpertMap.
+
+        Examples:
+            >>> import epmoe
+            >>> epmoe.ExpertMap.home(2, 1).to("cpu")
+            ExpertMap(2 experts, 2 physical, at most 1 replicas)
+        """
+        copy = object.__new__(type(self))
+        copy._set(*(t.to(device, copy=True) for t in (self.physical_to_logical_map,
+                                                      self.logical_to_physical_map, self.logical_count)))
+        return copy
+
+    def physical(self, topk_idx, rank=0):
+        """Return the physical experts of a rank's choices.
+
+        Of the n replicas of an expert, token t of rank r takes number (t + r) mod n, in the order of
+        logical_to_physical_map.  So the same call gives the same result, the tokens of a rank are spread
+        evenly, and so are single tokens of several ranks.  The host reads nothing.
+
+        Args:
+            topk_idx: [T, K] int32 or int64, on the device of the map.  -1 and E mean dropped.
+            rank: r.
+
+        Returns:
+            [T, K] int32.  A dropped choice is -1.  An index below -1 becomes -2, and one above E becomes
+                P + 1, which the layers refuse.
+
+        Raises:
+            ValueError: For a wrong shape or device.
+            TypeError: For a wrong dtype.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> m = epmoe.ExpertMap(torch.tensor([0, 1, 2, 0]))
+            >>> m.physical(torch.tensor([[0, 1], [0, 2], [0, -1]])).tolist()
+            [[0, 1], [3, 2], [0, -1]]
+        """
+        if topk_idx.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"topk_idx: wanted int32 or int64, got {topk_idx.dtype}")
+        if topk_idx.dim() != 2:
+            raise ValueError(f"topk_idx: wanted shape [T, K], got {list(topk_idx.shape)}")
+        if topk_idx.device != self._counts.device:
+            raise ValueError(f"topk_idx is on {topk_idx.device}, but the map is on {self._counts.device}: "
+                             f"use expert_map.to({str(topk_idx.device)!r})")
+        row = topk_idx.clamp(-2, self.num_experts + 1) + 2
+        token = torch.arange(rank, rank + topk_idx.shape[0], device=topk_idx.device)[:, None]
+        return self._replicas[row, token % self._counts[row]]
+
+    def logical_counts(self, counts):
+        """Return the counts of logical experts: of each, the sum over its replicas.  The host reads nothing.
+
+        Args:
+            counts: [.., P] of an integer dtype, on the device of the map, for example EPLayout.counts, which
+                has the choices of all ranks.
+
+        Returns:
+            [.., E] of the same dtype.
+
+        Raises:
+            ValueError: For a wrong shape or device.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> m = epmoe.ExpertMap(torch.tensor([0, 1, 2, 0]))
+            >>> m.logical_counts(torch.tensor([5, 1, 2, 4])).tolist()
+            [9, 1, 2]
+        """
+        held = self.physical_to_logical_map
+        if counts.dim() == 0 or counts.shape[-1] != self.num_physical or counts.device != held.device:
+            raise ValueError(f"counts: wanted shape [.., {self.num_physical}] on {held.device}, got "
+                             f"{list(counts.shape)} on {counts.device}")
+        totals = counts.new_zeros(*counts.shape[:-1], self.num_experts)
+        return totals.index_add_(-1, held.clamp_min(0), counts * (held >= 0))
+
+    def _copy_(self, other):
+        """Take over a map of the same sizes, in place: captured CUDA graphs see it."""
+        tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        with writing(tensors.values()):
+            for name, t in tensors.items():
+                t.copy_(getattr(other, name))
+
+    def __repr__(self):
+        return (f"ExpertMap({self.num_experts} experts, {self.num_physical} physical, at most "
+                f"{int(self.logical_count.max())} replicas)")
+
+
+def check_num_physical(num_experts, num_ranks, num_physical):
+    """Return P, which is that of ExpertMap.home for None, or raise ValueError."""
+    if num_experts < 1:
+        raise ValueError(f"{num_experts} experts: must be at least 1")
+    least = -(-num_experts // num_ranks) * num_ranks
+    if num_physical is None:
+        return least
+    if num_physical < least or num_physical % num_ranks:
+        raise ValueError(f"num_physical {num_physical}: must be a multiple of the {num_ranks} ranks, and at "
+                         f"least {least} for {num_experts} experts")
+    return int(num_physical)
+
+
+def balance_experts(tokens_per_expert, num_ranks, num_physical=None):
+    """Return a map with replicas, in which the ranks have about equally many tokens.  Not collective.
+
+    Each of the P - E spare physical experts becomes a replica of the expert with the most tokens per replica.
+    Then the replicas, the one with the most tokens first, go to the rank with the fewest tokens that has
+    room.  The result depends on the arguments alone.  So all ranks get the same map for the same numbers; add
+    up those of all ranks first.
+
+    Args:
+        tokens_per_expert: [E]: how many choices each logical expert got, or is expected to get; at least 0.
+            The host reads it.
+        num_ranks: W.
+        num_physical: P, a multiple of W, at least E; None: E rounded up to a multiple of W.
+
+    Returns:
+        An ExpertMap on the CPU, without empty physical experts.
+
+    Raises:
+        ValueError: For a wrong shape, a number that is negative or not finite, and P out of range.
+
+    Examples:
+        Of four experts, the first gets half of all tokens.  Two ranks have three physical experts each.
+
+        >>> import epmoe
+        >>> import torch
+        >>> m = epmoe.balance_experts(torch.tensor([60, 20, 20, 20]), num_ranks=2, num_physical=6)
+        >>> m.physical_to_logical_map.tolist()
+        [0, 0, 2, 0, 1, 3]
+
+    References:
+        The global balancing of DeepSeek's EPLB (Expert Parallelism Load Balancer): replicate_experts and
+        balanced_packing.
+    """
+    counted = torch.as_tensor(tokens_per_expert, dtype=torch.float64, device="cpu")
+    if counted.dim() != 1 or not len(counted):
+        raise ValueError(f"tokens_per_expert: wanted shape [E], got {list(counted.shape)}: call it for each "
+                         f"layer")
+    tokens = counted.tolist()
+    if not all(0 <= n < float("inf") for n in tokens):
+        raise ValueError("tokens_per_expert: the numbers must be finite and not negative")
+    num_physical = check_num_physical(len(tokens), num_ranks, num_physical)
+    counts = [1] * len(tokens)
+    # (-tokens of a replica, replicas, expert): the most tokens first
+    most = [(-n, 1, e) for e, n in enumerate(tokens)]
+    heapq.heapify(most)
+    for _ in range(num_physical - len(tokens)):
+        e = most[0][2]
+        counts[e] += 1
+        heapq.heapreplace(most, (-tokens[e] / counts[e], counts[e], e))
+    replicas = sorted((-tokens[e] / counts[e], e) for e in range(len(tokens)) for _ in range(counts[e]))
+    totals, experts_of = [0.0] * num_ranks, [[] for _ in range(num_ranks)]
+    for minus_tokens, e in replicas:
+        r = min((r for r in range(num_ranks) if len(experts_of[r]) < num_physical // num_ranks),
+                key=lambda r: (totals[r], e in experts_of[r]))
+        experts_of[r].append(e)
+        totals[r] -= minus_tokens
+    held = [e for of in experts_of for e in sorted(of)]
+    return ExpertMap(torch.tensor(held, device="cpu", dtype=torch.int64), len(tokens))

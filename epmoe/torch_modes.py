@@ -1,0 +1,183 @@
+"""What torch's modes require of a call: autograd, torch.func, compilers, tracers and dispatch modes.
+
+Torch sees neither what C writes nor tangents that C does not carry, and its dispatcher takes the host some
+microseconds for each call of an operator.  So calls bypass torch.ops.epmoe.* when nothing needs to see it.
+"""
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+# The modes of torch's own tracers. All other dispatch modes only watch, or change single operators.
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+# Of an iterable of tensors. torch.autograd.graph.increment_version is the same, and takes twice the time.
+mark_written = torch._C._increment_version
+_implementations = {}  # name of an operator -> function
+# The dispatch keys with which torch only calls the implementation.  epmoe's operators have no rules for
+# autocast, and _are_plain looks at gradients by itself.
+_PLAIN_KEYS = 0
+for _key in ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"):
+    _PLAIN_KEYS |= DispatchKeySet(getattr(DispatchKey, _key)).raw_repr()
+
+
+def untraced(fn):
+    """Mark fn, an operator's implementation, so that dynamo traces neither fn nor what fn calls.  Return fn.
+
+    After a graph break the operator runs between two graphs, and dynamo would try to trace fn there.
+    torch.compiler.disable would do the same, but it imports dynamo, which takes seconds.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(fn.__code__, dynamo._FrameExecStrategy(skip, skip))
+    return fn
+
+
+def implement(lib, name, fn):
+    """Make fn the implementation of operator `name` of `lib`, on all devices, also for call()."""
+    lib.impl(name, untraced(fn), "CompositeExplicitAutograd")
+    _implementations[name] = fn
+
+
+def is_traced():
+    """Whether a compiler or a tracer runs this, which makes a program of the operators that it sees."""
+    return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+            or torch._C._len_torch_dispatch_stack() > 0
+            and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS))
+
+
+def is_watched():
+    """Whether a compiler, a tracer or a dispatch mode needs to see the operators.
+
+    If not, and if no gradient is needed, callers may bypass them.  A mode may be active on one rank alone,
+    for example to count operations: it must not change which collective operations the rank makes.
+    """
+    return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+            or torch._C._len_torch_dispatch_stack() > 0)
+
+
+def requires_grad(*tensors):
+    """Whether autograd records a call with these tensors (None is none)."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
+def _are_plain(tensors):
+    """Whether no tensor needs a gradient, and torch would do no more for them than call the implementation.
+
+    It does more for subclasses, inside vmap, for negated views and on the device "meta", for example.
+    """
+    with_grad = torch.is_grad_enabled()
+    for t in tensors:
+        if t is not None and (with_grad and t.requires_grad
+                              or torch._C._dispatch_keys(t).raw_repr() & ~_PLAIN_KEYS):
+            return False
+    return not torch._C._has_torch_function(tensors)  # of a subclass, or of a mode
+
+
+def call(name, tensors, *numbers):
+    """Call torch.ops.epmoe.<name>, or its implementation if nothing needs to see the operator.
+
+    Profilers list the operator only in the first case.
+    """
+    if is_watched() or not _are_plain(tensors):
+        return getattr(torch.ops.epmoe, name)(*tensors, *numbers)
+    return _implementations[name](*tensors, *numbers)
+
+
+def is_plain():
+    """True outside of torch.func and of dual_level(), where check_mode has nothing to find.  A few 100 ns."""
+    return peek_interpreter_stack() is None and forward_ad._current_level < 0
+
+
+def _has_tangent(tensors):
+    return any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _check_tangents(tensors):
+    if _has_tangent(tensors):
+        raise NotImplementedError("epmoe does not support forward-mode differentiation, but a tensor has a "
+                                  "tangent (torch.autograd.forward_ad): use backward() or "
+                                  "torch.autograd.grad()")
+
+
+# A compiler sees no tangents.  So inside of dual_level() it breaks the graph here, and Python runs this.
+_check_untraced = torch._disable_dynamo(_check_tangents)
+
+
+def _is_batched_only(stack):
+    return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
+def check_mode(*tensors, may_batch=False):
+    """Raise NotImplementedError inside a transform of torch.func, and for a tensor that has a tangent.
+
+    The transforms would take the gradients of the operators for zeros, and forward-mode differentiation the
+    tangents of their results.  may_batch: torch.vmap is right, because torch calls the operator for each
+    element of the batch; autograd uses it for is_grads_batched.
+    """
+    is_dual = forward_ad._current_level >= 0  # inside of a dual_level(), at the cost of a look
+    if torch.compiler.is_compiling():
+        if is_dual:
+            _check_untraced(tensors)
+        return
+    if peek_interpreter_stack() is not None and not (
+            may_batch and _is_batched_only(torch._C._functorch.get_interpreter_stack())):
+        raise NotImplementedError("epmoe does not support torch.func's transforms: use torch.autograd")
+    if is_dual:
+        _check_tangents(tensors)
+
+
+def check_writable(name, *tensors):
+    """Raise RuntimeError for a tensor that requires grad or has a tangent, as torch does for out=.
+
+    Where this passes, the caller calls mark_written(tensors) before C writes them: a backward that has saved
+    one of them, or a view of it, then raises an error instead of using the new numbers.
+    """
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(f"{name} requires grad, but writing it has no gradient: call this under "
+                           f"torch.no_grad(), or pass detach() of it")
+    if forward_ad._current_level >= 0 and _has_tangent(tensors):
+        raise RuntimeError(f"{name} has a tangent (torch.autograd.forward_ad), which would not fit what is "
+                           f"written: pass detach() of it")
+
+
+def writing(tensors):
+    """Return a context in which tensors may be written in place, without gradients.
+
+    What was made in inference mode can be written only there.
+    """
+    return torch.inference_mode() if any(t.is_inference() for t in tensors) else torch.no_grad()
+
+
+class _Joined(torch.autograd.Function):
+    """The identity, whose result requires a gradient because `wants` does."""
+
+    @staticmethod
+    def forward(ctx, x, wants):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+
+_wants = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+
+
+def join_backward(x, weight, *parameters):
+    """Return x [T, H], so that the backward of experts makes the same calls on all ranks.
+
+    The backward sends the gradients of rows back to the ranks of their tokens only if x or weight requires a
+    gradient.  That may differ between the ranks, for example where one has no tokens.  So x takes part
+    wherever a parameter requires a gradient, which all ranks have alike.  A parameter may be None.
+
+    Raises NotImplementedError as check_mode, before torch does it for _Joined in other words.
+    """
+    if requires_grad(x, weight) or not requires_grad(*parameters):
+        return x
+    check_mode(x, weight)
+    return _Joined.apply(x, _wants)
