@@ -178,7 +178,18 @@ typedef struct {
     /* A layer with a heap of its own is not made unless so many communication buffers of the world stay free:
      * a layer that only makes something faster must not take the last ones. */
     uint32_t spare_buffers;
+    /* The fused operations; see EpDispatchGemmParams and EpGemmCombineParams. num_move 0: the layer has none.
+     */
+    uint32_t fused;              /* EpFused */
+    uint32_t num_move, num_tail; /* CTAs that move tokens beside a GEMM; those of them that only receive */
+    uint32_t num_reduce;         /* CTAs that add up the tokens */
+    uint32_t waits_for_expert;   /* a tile waits for all rows of its expert, not only for its own */
+    uint32_t is_serial;          /* rows return after all are computed */
+    uint32_t sort_slots;         /* a plan orders the slots by expert, which makes fused operations fast */
+    uint32_t num_copies; /* tokens that share a row of the input: the choices of a token; 0 and 1: one */
 } EpLayerConfig;
+/* When the products of experts share a launch with the communication beside them. */
+typedef enum { EP_FUSED_NEVER, EP_FUSED_ALWAYS /* where the kernels exist */, EP_FUSED_BEST } EpFused;
 
 /* The fields of a layer's configuration (X macro), in the order in which the extension module takes them.
  * AGREED(field, name, kind): when a layer is created, all ranks compare the value, and a difference is an
@@ -199,9 +210,35 @@ typedef struct {
     LOCAL(num_sm, "num_sm")                              \
     LOCAL(reserve_sms, "reserve_sms")                    \
     LOCAL(host_counts, "host_counts")                    \
-    LOCAL(spare_buffers, "spare_buffers")
+    LOCAL(spare_buffers, "spare_buffers")                \
+    LOCAL(fused, "fused")                                \
+    LOCAL(num_move, "num_move")                          \
+    LOCAL(num_tail, "num_tail_sms")                      \
+    LOCAL(num_reduce, "num_reduce_sms")                  \
+    LOCAL(waits_for_expert, "waits_for_expert")          \
+    LOCAL(is_serial, "is_serial")                        \
+    LOCAL(sort_slots, "token_sorting")                   \
+    LOCAL(num_copies, "num_copies")
 /* Check a configuration: 0, or an error. num_bytes: heap bytes that ep_layer_create will allocate. */
 int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes);
+
+static inline uint32_t ep_layer_num_copies(const EpLayerConfig *c) {
+    return c->num_copies ? c->num_copies : 1;
+}
+
+/* Which path a call takes (path.c). Whether an expert gets more rows on average than in decoding: */
+bool ep_layer_has_many_rows(const EpShape *shape);
+/* Whether calls without gradients take a low-latency layer of the same shape: */
+bool ep_layer_decodes(const EpLayerConfig *config);
+/* Whether a product with weights [L][n][k] shares a launch with the communication beside it. has_kernels: the
+ * device has the fused kernels for the dtype of the weights. */
+typedef struct {
+    uint32_t n, k;
+    uint32_t columns; /* rows of the gate and up weights; 0 for the second product in FP8 */
+    bool is_fp8, trains;
+    bool has_split_gates; /* gates in front of ups, in an activation that multiplies them */
+} EpProduct;
+bool ep_layer_fuses(const EpLayerConfig *config, bool has_kernels, const EpProduct *product);
 /* Collective: check that all ranks have the same configuration; if not, the error names the field.
  * ep_layer_create does this too. This function is for callers that create the heap of the layer first.
  * status: 0, or the code with which this rank has no configuration; ep_error_text() then has the reason. */

@@ -30,6 +30,14 @@ class _Config(NamedTuple):
     reserve_sms: int
     host_counts: int
     spare_buffers: int
+    fused: int
+    num_move: int
+    num_tail_sms: int
+    num_reduce_sms: int
+    waits_for_expert: int
+    is_serial: int
+    token_sorting: int
+    num_copies: int
 
 CONFIG_FIELDS: Final[tuple[str, ...]]
 SPANS: Final[tuple[str, ...]]  # the names of EpSpan from number 1 on
@@ -138,6 +146,19 @@ def heap_close(heap: _Heap, /) -> None: ...
 def layer_bytes(config: _Config, /) -> int: ...
 def layer_agree(world: _World, config: _Config, status: int, /) -> None: ...
 def layer_create(heap: _Heap, config: _Config, /) -> _Layer: ...
+def layer_has_many_rows(config: _Config, /) -> bool: ...
+def layer_decodes(config: _Config, /) -> bool: ...
+def layer_fuses(
+    config: _Config,
+    has_kernels: bool,
+    n: int,
+    k: int,
+    columns: int,
+    is_fp8: bool,
+    trains: bool,
+    has_split_gates: bool,
+    /,
+) -> bool: ...
 def layer_close(layer: _Layer, /) -> None: ...
 def ll_handle_words(config: _Config, /) -> tuple[int, int]: ...  # length, offset of the expert offsets
 def plan_layout(config: _Config, num_tokens: int, /) -> dict[str, int]: ...
@@ -146,7 +167,6 @@ class _Plan(NamedTuple):
     indices: Tensor
     scatter: Tensor | None
     plan: Tensor
-    sort_slots: int
 
 class _Dispatch(NamedTuple):
     x: Tensor
@@ -185,10 +205,6 @@ class _DispatchGemm(NamedTuple):
     activation: int
     alpha: float
     limit: float
-    num_move: int
-    num_tail: int
-    waits_for_expert: int
-    num_copies: int
     requires_grad: int
     kind: int
     awaits_rows: int
@@ -204,9 +220,6 @@ class _GemmCombine(NamedTuple):
     recv: Tensor
     out: Tensor
     out_scalar: Tensor | None
-    num_move: int
-    num_reduce: int
-    is_serial: int
     requires_grad: int
     kind: int
 
@@ -257,10 +270,6 @@ class _DispatchGemmFp8(NamedTuple):
     activation: int
     alpha: float
     limit: float
-    num_move: int
-    num_tail: int
-    waits_for_expert: int
-    num_copies: int
     awaits_rows: int
 
 class _GemmCombineFp8(NamedTuple):
@@ -274,9 +283,6 @@ class _GemmCombineFp8(NamedTuple):
     plan: Tensor
     recv: Tensor
     out: Tensor
-    num_move: int
-    num_reduce: int
-    is_serial: int
 
 class _Experts(NamedTuple):
     x: Tensor
@@ -298,13 +304,6 @@ class _Experts(NamedTuple):
     alpha: float
     limit: float
     requires_grad: int
-    is_fused: int
-    num_move: int
-    num_tail: int
-    waits_for_expert: int
-    num_reduce: int
-    is_serial: int
-    sort_slots: int
     is_planned: int
     awaits_rows: int
 
@@ -322,12 +321,6 @@ class _ExpertsDown(NamedTuple):
     activation: int
     alpha: float
     limit: float
-    is_fused: int
-    num_move: int
-    num_tail: int
-    waits_for_expert: int
-    num_reduce: int
-    is_serial: int
 
 class _ExpertsUp(NamedTuple):
     d_h: Tensor
@@ -343,10 +336,6 @@ class _ExpertsUp(NamedTuple):
     dx: Tensor
     d_weight: Tensor
     d_gate_up: Tensor | None
-    is_fused: int
-    num_move: int
-    num_reduce: int
-    is_serial: int
 
 class _LlExperts(NamedTuple):
     x: Tensor

@@ -24,7 +24,7 @@ Everything runs on the GPUs of one node, or on the CPU; layers can span several 
 
 from . import reference
 from .a2a.fused import EpAll2AllFusedOp
-from .a2a.internode import fused as _  # the layers over several nodes
+from .a2a.internode import layer as _  # the layers over several nodes
 from .a2a.layer import EPAll2AllLayer
 from .a2a.layout import EPLayout
 from .a2a.low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall

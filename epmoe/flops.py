@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from .a2a.fused_ops import expert_offsets
+from .a2a.ops import expert_offsets
 from .a2a.ops import layer_of
 
 _MODULE = "torch.utils.flop_counter"

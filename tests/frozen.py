@@ -349,6 +349,13 @@ def outputs(device, sizes, pattern):
 # ---- public names ----
 
 
+def _signature(thing):
+    """The parameters and their defaults, without type hints."""
+    signature = inspect.signature(thing)
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
 def names():
     """The signature of each public name: functions, classes, their public methods and properties."""
     facts = {}
@@ -356,7 +363,7 @@ def names():
     def add(path, thing):
         if inspect.isclass(thing) or inspect.isroutine(thing):
             try:
-                facts[f"name/{path}"] = str(inspect.signature(thing))
+                facts[f"name/{path}"] = _signature(thing)
             except (ValueError, TypeError):
                 facts[f"name/{path}"] = "class" if inspect.isclass(thing) else "callable"
         else:

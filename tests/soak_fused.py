@@ -79,7 +79,8 @@ def run_batch(world, device, seed, number, num_launches, graph):
     g = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1)
     delays = random.Random(f"{seed} {number} {world.rank}")
     wide = inner * (1 + (activation is not None and is_gated(activation)))
-    with epmoe.EpAll2AllFusedOp(world, device=device, **options) as op, torch.no_grad():
+    with (epmoe.EpAll2AllFusedOp(world, device=device, fused=False, **options) as plain,
+          epmoe.EpAll2AllFusedOp(world, device=device, fused=True, **options) as op, torch.no_grad()):
         up = torch.randn(op.num_local_experts, wide, op.hidden, generator=g) / op.hidden**0.5
         up = up.to(op.dtype).to(device)
         down = torch.randn(op.num_local_experts, op.hidden, inner, generator=g) / inner**0.5
@@ -89,16 +90,14 @@ def run_batch(world, device, seed, number, num_launches, graph):
         inputs = [inputs_of(op, pattern, world.rank, g) for pattern in patterns]
         graph_inputs = [v.clone() for v in inputs[0]]
 
-        def step(x, idx, weight):
+        def step(x, idx, weight, op=op):
             h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
                                                                 activation=activation,
                                                                 gemm_scale=up_scale)
             return op.mega_group_gemm_combine(h, down, layout, row_weight, gemm_scale=down_scale)
 
-        op.fused = False
-        wanted = [step(*i).view(torch.int16) for i in inputs]
-        op.synchronize()
-        op.fused = True
+        wanted = [step(*i, plain).view(torch.int16) for i in inputs]
+        plain.synchronize()
         y = step(*graph_inputs)
         if graph:
             replayed = torch.cuda.CUDAGraph()

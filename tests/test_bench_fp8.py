@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import epmoe
-from epmoe.a2a import fused_fp8
-from epmoe.moe import moe_fp8
+from epmoe.a2a import fused
+from epmoe.moe import fp8 as moe_fp8
 from bench_cases import on_the_cpu, run_command  # noqa: F401
 from epmoe.bench import gemm_fp8
 
@@ -97,14 +97,14 @@ def test_bench_layer_fp8_measures_times_and_errors():
 
 def test_bench_layer_fp8_finds_a_wrong_result(monkeypatch):
     right = moe_fp8.grouped_gemm
-    for module in (moe_fp8, fused_fp8):
+    for module in (moe_fp8, fused):
         monkeypatch.setattr(module, "grouped_gemm", lambda *a, **k: 1.1 * right(*a, **k))
     with pytest.raises(AssertionError, match="differ from float64"):
         run_command(LAYER)
 
 
 def test_bench_layer_fp8_finds_a_layer_that_differs_from_its_stages(monkeypatch):
-    right = fused_fp8.grouped_gemm
-    monkeypatch.setattr(fused_fp8, "grouped_gemm", lambda *a, **k: 1.01 * right(*a, **k))
+    right = fused.grouped_gemm
+    monkeypatch.setattr(fused, "grouped_gemm", lambda *a, **k: 1.01 * right(*a, **k))
     with pytest.raises(AssertionError, match="differ in their bits"):
         run_command(LAYER)

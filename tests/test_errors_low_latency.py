@@ -399,13 +399,11 @@ def test_errors_low_latency_without_memory(ranks):
 
     def run(world, device):
         a2a = make(world, device, SHAPE)
-        allocate = a2a._allocate
+        allocator = a2a._allocator
         if on_last(world):
-            a2a._allocate = lambda *_: torch.empty(1 << 60, dtype=torch.uint8)
-            a2a._outputs.clear()
+            a2a._allocator = lambda: lambda *_: torch.empty(1 << 60, dtype=torch.uint8)
         got = outcome(lambda: wrong(lambda a: {})(a2a))
-        a2a._allocate = allocate
-        a2a._outputs.clear()
+        a2a._allocator = allocator
         result = run_call(a2a, SHAPE, GOOD)
         a2a.finalize()
         return got, result

@@ -182,6 +182,6 @@ def test_experts_report_an_error_of_a_recomputed_forward_once(ranks):
         return got, works_after(world, moe, t), len(refused)
 
     results = ranks(run, world_size=2, at_least=2)
-    own_on_bad([got for got, *_ in results], "TypeError", "wanted torch.bfloat16")
+    own_on_bad([got for got, *_ in results], "TypeError", "wanted bfloat16")
     assert [works for _, works, _ in results] == [True] * len(results)
     assert [num for *_, num in results] == [int(r == BAD) for r in range(len(results))]

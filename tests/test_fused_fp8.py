@@ -12,7 +12,7 @@ import torch
 
 import epmoe
 from cases import MISTAKE_LIMIT_S, MODES, case_id, check_outcomes, keep, outcome
-from epmoe.a2a.fused_ops import expert_offsets
+from epmoe.a2a.ops import expert_offsets
 from epmoe.gemm.grouped import activation_of
 from fused_cases import ACTIVATIONS, Experts, LOW, grown, has_fused_path, tensors
 from test_fp8 import bits

@@ -4,67 +4,44 @@ The options do not change any bit of a result. So only this file notices an opti
 """
 
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
 
 import epmoe
-from epmoe import _C
-from epmoe.moe import experts as experts_ops
 from epmoe.bench.shapes import SHAPES
 from epmoe.a2a.fused import fuses
-from epmoe.gemm.grouped import DGRAD, as_kernel
 from fused_cases import Experts
 from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
-# The last arguments of the operations, after the tensors, in order.
-DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0,
-            "waits_for_expert": False, "num_copies": 1, "requires_grad": True, "kind": 0,
-            "awaits_rows": 0}
-COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False, "requires_grad": True,
-           "kind": 0}
-
-
-def last_arguments(function, names):
-    """{name: value} of the last arguments of an operation, whose function is mocked."""
-    _, _, arguments = function.call_args.args
-    return dict(zip(names, arguments[-len(names):]))
-
-
-def passed_arguments(world, options):
-    """({name: value} for dispatch + GEMM, for GEMM + combine) that the module receives. It needs no GPU."""
-    op = make_op(world, torch.device("cpu"), CASE, **options)
-    copies, t = op._copies, torch.zeros(12, 64, dtype=torch.bfloat16)
-    weight, plan = torch.zeros(2, 96, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
-    with (mock.patch.object(_C, "layer_dispatch_gemm") as dispatch,
-          mock.patch.object(_C, "layer_gemm_combine") as combine):
-        op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)), True)
-        op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies, True)
-        forward = last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
-    knobs = experts_ops._knobs(op, True)  # what EPMoE passes
-    assert knobs == (True, *(forward[0][n] for n in ("num_move", "num_tail", "waits_for_expert")),
-                     *(forward[1][n] for n in ("num_reduce", "is_serial")))
-    op.finalize()
-    return forward
+# Fields of the configuration that the module takes.
+KNOBS = {"fused": 2, "num_move": 1024, "num_tail_sms": 0, "num_reduce_sms": 1024, "waits_for_expert": False,
+         "is_serial": False, "token_sorting": True, "num_copies": 1}
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("options, of_dispatch, of_combine", [
-    ({}, {}, {}),
-    ({"num_sm": 7}, {"num_move": 7}, {"num_move": 7}),
-    ({"num_sm": 7, "num_tail_sms": 3}, {"num_move": 7, "num_tail": 3}, {"num_move": 7}),
-    ({"num_reduce_sms": 5}, {}, {"num_reduce": 5}),
-    ({"reserve_sms": 24}, {"num_move": 1000}, {"num_move": 1000, "num_reduce": 1000}),
-    ({"block_wise_barrier": False}, {"waits_for_expert": True}, {}),
-    ({"combine_order": "serial"}, {}, {"is_serial": True}),
-    ({"token_saving": False}, {"num_copies": CASE.topk}, {}),
+@pytest.mark.parametrize("options, changed", [
+    ({}, {}),
+    ({"num_sm": 7}, {"num_move": 7}),
+    ({"num_sm": 7, "num_tail_sms": 3}, {"num_move": 7, "num_tail_sms": 3}),
+    ({"num_reduce_sms": 5}, {"num_reduce_sms": 5}),
+    ({"reserve_sms": 24}, {"num_move": 1000, "num_reduce_sms": 1000}),
+    ({"block_wise_barrier": False}, {"waits_for_expert": True}),
+    ({"combine_order": "serial"}, {"is_serial": True}),
+    ({"token_sorting": False}, {"token_sorting": False}),
+    ({"token_saving": False}, {"num_copies": CASE.topk}),
+    ({"fused": True}, {"fused": 1}),
+    ({"fused": False}, {"fused": 0}),
 ], ids=lambda o: "-".join(o) or "none" if isinstance(o, dict) else None)
-def test_fused_knobs_reach_kernels(ranks, options, of_dispatch, of_combine):
-    (dispatch, combine), *_ = ranks(lambda world, device: passed_arguments(world, options), world_size=1)
-    assert dispatch == DISPATCH | of_dispatch
-    assert combine == COMBINE | of_combine
+def test_fused_knobs_reach_the_module(ranks, options, changed):
+    def run(world, device):
+        op = make_op(world, torch.device("cpu"), CASE, **{"fused": None} | options)
+        found = {name: getattr(op._config, name) for name in KNOBS}
+        op.finalize()
+        return found
+
+    assert ranks(run, world_size=1)[0] == KNOBS | changed
 
 
 def test_fused_default_depends_on_shape(ranks):
@@ -94,7 +71,6 @@ def test_fused_kernels_have_sizes_of_16(dtype, fused):
     """The module refuses other sizes, so the stages compute them. They also read transposed weights."""
     with epmoe.World() as world:
         op = make_op(world, torch.device("cpu"), dataclasses.replace(CASE, dtype=dtype), fused=fused)
-        op._has_fused_fp8 = True  # as on a GPU that has them
         shapes = ((96, 64), (16, 16), (24, 64), (96, 72), (1, 64), (97, 65))
         found = [op._is_fused(torch.empty(2, *shape, dtype=dtype)) for shape in shapes]
         transposed = op._is_fused(torch.empty(2, 64, 96, dtype=dtype).transpose(1, 2))

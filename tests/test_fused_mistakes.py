@@ -213,8 +213,8 @@ BETWEEN = {
     "second product": (epmoe.a2a.fused, "grouped_gemm", 2, {"fused": False}),
     "copies": (torch.Tensor, "repeat_interleave", 1, {"fused": False, "token_saving": False}),
     "activation": (epmoe.a2a.fused, "activate", 1, {"fused": True}),
-    "backward of down": (epmoe.a2a.fused_ops, "expert_offsets", 1, {"fused": True}),
-    "backward of gate and up": (epmoe.a2a.fused_ops, "expert_offsets", 2, {"fused": True}),
+    "backward of down": (epmoe.a2a.ops, "expert_offsets", 1, {"fused": True}),
+    "backward of gate and up": (epmoe.a2a.ops, "expert_offsets", 2, {"fused": True}),
 }
 
 

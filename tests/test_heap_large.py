@@ -8,7 +8,7 @@ import torch
 import epmoe
 from cases import check_outcomes, outcome, same_bits
 from epmoe import _C
-from epmoe.a2a.layer_parts import Config
+from epmoe.a2a.base import Config
 
 MAX_I32 = 2**31
 

@@ -146,7 +146,7 @@ def test_integrations_transformers_chooses_again_for_training():
                                     (True, 999, (True, False)), (False, 999, (False, False))):
         layers = parts.Layers(fused=fused) if fused is not None else parts.Layers()
         layer = layers.get(num_tokens, 32, 2, 8, torch.bfloat16, torch.device("cpu"))
-        assert (layer.fused, layer._chooses) == want
+        assert (layer.fused, layer._config.fused == 2) == want
         layer.finalize()
 
 

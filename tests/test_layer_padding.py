@@ -190,18 +190,6 @@ def test_layer_padding_refuses_scatter_indices(ranks, options):
                    "full_scatter_indices: must be None", on_rank=BAD, elsewhere=[f"rank {BAD}"])
 
 
-def test_layer_padding_needs_unfused_layers(ranks):
-    """EpAll2AllFusedOp has no padding rows, and neither has the module for its operations."""
-
-    def run(world, device):
-        sizes = dict(max_tokens=4, hidden=16, topk=1, num_tot_experts=world.size, device=device)
-        return [outcome(lambda: epmoe.EpAll2AllFusedOp(world, **sizes, **options))
-                for options in ({"expert_alignment": 2}, {"expert_capacity": 8})]
-
-    for of_all in zip(*ranks(run)):
-        check_outcomes(of_all, "ValueError", "options of EPAll2AllLayer")
-
-
 class ForcedOp(epmoe.EpAll2AllFusedOp):
     """An operator with padding rows, as if Python did not refuse them."""
 

@@ -13,8 +13,8 @@ import epmoe
 import fused_cases
 import test_fused_fp8
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
-from epmoe.a2a import layer_calls
-from epmoe.a2a.layer_calls import room_after
+from epmoe.a2a import layer as layer_module
+from epmoe.a2a.layer import room_after
 from fused_cases import Experts, LatePlan, grown, tensors
 from test_fp8 import bits
 from test_plan_slots import make_op
@@ -158,7 +158,7 @@ def test_layer_rows_of_modules_with_one_layer_have_rooms_of_their_own(ranks, fus
 
 def test_layer_rows_rooms_are_forgotten_when_there_are_many(ranks, monkeypatch):
     """Weights whose address changes from step to step do not fill the memory of the host."""
-    monkeypatch.setattr(layer_calls, "MOST_ROOMS", 3)
+    monkeypatch.setattr(layer_module, "MOST_ROOMS", 3)
 
     def run(world, device):
         op, t = make(ranks, world, device, "dispatch")

@@ -7,7 +7,8 @@ import torch
 
 import epmoe
 from cases import generator
-from epmoe.moe.decode import decodes
+from epmoe import _C
+from epmoe.a2a.base import NO_CONFIG
 from outcomes import check_outcomes, outcome
 
 SIZES = dict(hidden=64, inner=32, num_experts=24, topk=2)
@@ -30,7 +31,12 @@ def inputs(moe, seed, num_tokens=None):
     ((1, 8, 288, 4), True), ((128, 8, 288, 4), True), ((512, 8, 288, 4), False), ((8192, 8, 256, 8), False),
     ((512, 1, 1024, 8), True), ((513, 1, 1024, 8), False)])
 def test_moe_decode_depends_on_the_shape(shape, wanted):
-    assert decodes(*shape) == wanted
+    max_tokens, topk, num_experts, ranks = shape
+    config = NO_CONFIG._replace(ranks=ranks, num_experts=num_experts, topk=topk, max_tokens=max_tokens,
+                                fused=2, combine_mode=_C.COMBINE_LOCAL)
+    assert _C.layer_decodes(config) == wanted
+    assert not _C.layer_decodes(config._replace(fused=1))
+    assert not _C.layer_decodes(config._replace(combine_mode=_C.COMBINE_SCATTER))
 
 
 @pytest.mark.parametrize("options", [{}, {"activation": "gpt_oss"}, {"bias": True}, {"dtype": torch.float32}],

@@ -278,7 +278,7 @@ class FailingHeap(epmoe.SymmetricHeap):
                                    ("malloc_symmetric", True, False), ("get", False, True)], ids=str)
 def test_moe_map_is_the_old_one_after_an_error(ranks, monkeypatch, where, size):
     """An error of one rank in the middle is an error on all, and no rank keeps a part of the new weights."""
-    monkeypatch.setattr(epmoe.moe.moe_map, "SymmetricHeap", FailingHeap)
+    monkeypatch.setattr(epmoe.moe.placement, "SymmetricHeap", FailingHeap)
 
     def run(world, device):
         moe, got = make(world, device).requires_grad_(False), []

@@ -8,7 +8,7 @@ import pytest
 
 import epmoe
 from epmoe import _C, trace
-from epmoe.a2a.layer_parts import Config
+from epmoe.a2a.base import Config
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +30,7 @@ def test_names_of_a_configuration_are_those_of_the_header():
     stub = {n.name: n for n in ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body if hasattr(n, "name")}
     listed = names_of("epmoe.h", "EP_CONFIG_FIELDS")
     assert listed == Config._fields == tuple(a.target.id for a in stub["_Config"].body)
-    assert "ranks" in listed and len(listed) == 15
+    assert "ranks" in listed and len(listed) == 23
 
 
 @pytest.mark.parametrize("field", Config._fields)
@@ -47,7 +47,7 @@ def test_names_of_a_layers_configuration():
         got = layer._config
     assert got == Config(ranks=1, num_experts=6, topk=2, max_tokens=4, hidden=16, dtype=_C.BF16,
                          combine_mode=_C.COMBINE_SCATTER, expert_alignment=1, expert_capacity=0, capacity=7,
-                         num_buffers=3, num_sm=5, reserve_sms=0, host_counts=0, spare_buffers=0)
+                         num_buffers=3, num_sm=5, reserve_sms=0, host_counts=0, spare_buffers=0, num_copies=1)
 
 
 def test_names_of_spans_are_those_of_the_header():

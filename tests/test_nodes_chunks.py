@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 from cases import Case, generator, indices_of, outcome, process_ranks, same_bits
 from epmoe.bench.scale_model import CHUNKS
-from epmoe.moe.chunks import Chunks, choose_chunks
+from epmoe.moe.chunks import check_layer, choose_chunks
 from nodes_cases import run_nodes
 from pace import HANG_S
 
@@ -218,5 +218,5 @@ def test_choose_chunks_counts_the_backward_only_in_training():
 def test_chunks_need_a_layer_that_leaves_sms(num_chunks, error):
     """Only a layer on a GPU can leave none, so an object stands for it."""
     layer = types.SimpleNamespace(rail_capacity=None, leaves_sms=False)
-    got = outcome(lambda: Chunks._check_room(types.SimpleNamespace(num_chunks=num_chunks), layer))
+    got = outcome(lambda: check_layer(num_chunks, layer))
     assert got.kind == error and ("reserve_sms" in got.text) == (error != "nothing"), got

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import epmoe
 from cases import Case, generator, indices_of, outcome, same_bits
-from epmoe.moe import moe_fp8
+from epmoe.moe import fp8 as moe_fp8
 from epmoe import reference
 from nodes_cases import run_nodes
 from test_nodes_layer import check_one, layer_of, run_one

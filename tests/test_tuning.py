@@ -8,7 +8,7 @@ import pytest
 
 import epmoe
 from epmoe import _C
-from epmoe.a2a.layer_parts import Config
+from epmoe.a2a.base import Config
 
 pytestmark = pytest.mark.cpu_only
 PAGE = (Path(__file__).resolve().parent.parent / "docs/tuning.md").read_text()

@@ -62,6 +62,21 @@ static int multiply(const Call *c, EpGemm g) {
     return ep_grouped_gemm(&g, c->stream);
 }
 
+/* Whether both products of experts share a launch with the communication beside them. up, down: tensors
+ * whose dimension up_dim has the rows of the gate and up weights, and down_dim the columns of the down
+ * weights. */
+static bool fuses(const Call *c, const EpTensor *up, uint32_t up_dim, const EpTensor *down, uint32_t down_dim,
+                  bool trains) {
+    const EpLayer *l = c->layer;
+    if (up->num_dims <= up_dim || down->num_dims <= down_dim) return false; /* the checks refuse them */
+    const int64_t columns = up->shape[up_dim], inner = down->shape[down_dim];
+    const uint32_t H = l->config.shape.hidden, n = (uint32_t)columns, k = (uint32_t)inner;
+    const EpProduct first = {.n = n, .k = H, .columns = n, .trains = trains};
+    const EpProduct second = {.n = H, .k = k, .columns = n, .trains = trains};
+    return columns < UINT32_MAX && inner < UINT32_MAX && ep_layer_fuses(&l->config, l->has_fused, &first) &&
+           ep_layer_fuses(&l->config, l->has_fused, &second);
+}
+
 /* ---- checks ---- */
 
 /* Check the weights of the experts, under the names that users of EPMoE know. */
@@ -100,13 +115,14 @@ static int check_tokens(const Call *c, const EpTensor *x, const EpTensor *indice
 /* ---- forward ---- */
 
 static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
+    const bool is_fused = fuses(c, a->gate_up, 1, a->down, 2, a->h != NULL);
     /* The fused kernel can store the input of SwiGLU beside its result. For other activations, and without
      * the fused kernel, the input is stored, and a kernel of its own computes the activation. */
-    const bool keeps = a->h && a->is_fused && a->activation == EP_ACT_SWIGLU;
+    const bool keeps = a->h && is_fused && a->activation == EP_ACT_SWIGLU;
     const bool activates = a->h && !keeps;
     const uint32_t epilogue = activates ? EP_ACT_NONE : a->activation;
     const EpTensor *const first_out = activates ? a->h : a->a;
-    const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan, .sort_slots = a->sort_slots};
+    const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan};
     const EpDispatchArgs dispatch = {.x = a->x,
                                      .weight = a->weight,
                                      .plan = a->plan,
@@ -128,10 +144,6 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                               .activation = epilogue,
                                               .alpha = a->alpha,
                                               .limit = a->limit,
-                                              .num_move = a->num_move,
-                                              .num_tail = a->num_tail,
-                                              .waits_for_expert = a->waits_for_expert,
-                                              .num_copies = 1,
                                               .requires_grad = a->requires_grad,
                                               .kind = EP_GEMM_FORWARD,
                                               .awaits_rows = a->awaits_rows};
@@ -149,9 +161,6 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                             .plan = a->plan,
                                             .recv = a->recv,
                                             .out = a->out,
-                                            .num_move = a->num_move,
-                                            .num_reduce = a->num_reduce,
-                                            .is_serial = a->is_serial,
                                             .requires_grad = a->requires_grad,
                                             .kind = EP_GEMM_FORWARD};
 
@@ -167,10 +176,10 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
         EP_TRY(ep_layer_rows_locked(c->layer, c->buffer, a->plan, c->stream, &ran->num_rows));
     }
     EP_TRY(report(c, EP_OP_DISPATCH, code));
-    EP_TRY(a->is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
-                       : run(c, EP_OP_DISPATCH, &dispatch, ran));
+    EP_TRY(is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
+                    : run(c, EP_OP_DISPATCH, &dispatch, ran));
     if (!ran->is_launched) return 0;
-    if (!a->is_fused)
+    if (!is_fused)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
                                     .activation = epilogue,
                                     .alpha = a->alpha,
@@ -187,7 +196,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                                  .offsets = &c->offsets,
                                                  .weighted = a->a},
                              c->stream);
-    if (a->is_fused) {
+    if (is_fused) {
         EP_TRY(report(c, EP_OP_GEMM_COMBINE, code));
         return run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran);
     }
@@ -203,6 +212,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
 /* ---- backward ---- */
 
 static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
+    const bool is_fused = fuses(c, a->h, 1, a->down, 2, true);
     const EpDispatchArgs dispatch = {.x = a->dy, .plan = a->plan, .rows = a->g, .recv = a->recv};
     const EpDispatchGemmArgs dispatch_gemm = {.x = a->dy,
                                               .plan = a->plan,
@@ -210,17 +220,13 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
                                               .recv = a->recv,
                                               .gemm_weight = a->down,
                                               .out = a->weighted,
-                                              .num_move = a->num_move,
-                                              .num_tail = a->num_tail,
-                                              .waits_for_expert = a->waits_for_expert,
-                                              .num_copies = 1,
                                               .kind = EP_GEMM_DGRAD};
 
     EP_TRY(report(c, EP_OP_DISPATCH, set_offsets_of_plan(c, a->plan)));
-    EP_TRY(a->is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
-                       : run(c, EP_OP_DISPATCH, &dispatch, ran));
+    EP_TRY(is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
+                    : run(c, EP_OP_DISPATCH, &dispatch, ran));
     int code = 0;
-    if (!a->is_fused)
+    if (!is_fused)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->g, .b = a->down, .out = a->weighted});
     /* The weighted rows take the place of the product, which nothing else needs. */
     if (!code)
@@ -239,6 +245,7 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
 }
 
 static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
+    const bool is_fused = fuses(c, a->gate_up, 1, a->weighted, 1, true);
     const EpCombineArgs combine = {.rows = a->out_rows,
                                    .row_scalar = a->dots,
                                    .plan = a->plan,
@@ -253,19 +260,15 @@ static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
                                             .recv = a->recv,
                                             .out = a->dx,
                                             .out_scalar = a->d_weight,
-                                            .num_move = a->num_move,
-                                            .num_reduce = a->num_reduce,
-                                            .is_serial = a->is_serial,
                                             .kind = EP_GEMM_DGRAD};
 
     int code = set_offsets_of_plan(c, a->plan);
     if (!code && a->d_down)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->g, .b = a->weighted, .out = a->d_down});
-    if (!code && !a->is_fused)
+    if (!code && !is_fused)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->d_h, .b = a->gate_up, .out = a->out_rows});
     EP_TRY(report(c, EP_OP_COMBINE, code));
-    EP_TRY(a->is_fused ? run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran)
-                       : run(c, EP_OP_COMBINE, &combine, ran));
+    EP_TRY(is_fused ? run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran) : run(c, EP_OP_COMBINE, &combine, ran));
     if (a->d_gate_up)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->d_h, .b = a->rows, .out = a->d_gate_up});
     return code;

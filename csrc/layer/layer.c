@@ -81,6 +81,14 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
         return ep_error(EP_EINVAL, "num_buffers %u: must be 1 to %u", config->num_buffers, EP_MAX_BUFFERS);
     if (config->num_sm < 1 || config->num_sm > 1024)
         return ep_error(EP_EINVAL, "num_sm %u: must be 1 to 1024", config->num_sm);
+    if (config->fused > EP_FUSED_BEST)
+        return ep_error(EP_EINVAL, "fused %u: must be at most %u", config->fused, EP_FUSED_BEST);
+    if (config->num_move && config->num_tail >= config->num_move)
+        return ep_error(EP_EINVAL, "num_tail_sms %u: must be 0, or fewer than the %u blocks that move tokens",
+                        config->num_tail, config->num_move);
+    if (config->num_move && config->num_reduce < 1)
+        return ep_error(EP_EINVAL, "num_reduce_sms 0: must be at least 1, because a thread block must add up "
+                                   "the tokens");
     *num_bytes = config->num_buffers * ep_align_u64(ep_comm_layout(s).num_bytes, 256);
     return 0;
 }
@@ -145,6 +153,13 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
     return 0;
 }
 
+/* The CPU runs the stages of a fused operation one after the other. */
+static bool has_fused_kernels(EpHeap *heap) {
+    EpDevice device;
+    if (ep_heap_kind(heap) == EP_CPU) return true;
+    return !ep_device_query(ep_heap_device(heap), &device) && device.has_hopper;
+}
+
 static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     uint64_t num_bytes;
     uint32_t made = 0;
@@ -163,6 +178,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     const uint16_t number = ep_world_number_layer(ep_heap_world(heap));
     l->heap = ep_heap_retain(heap);
     l->config = *config;
+    l->has_fused = has_fused_kernels(heap);
     atomic_init(&l->num_refs, 1);
     for (uint32_t i = 0; i < EP_MAX_BUFFERS; i++) pthread_mutex_init(&l->locks[i], NULL);
     while (made < config->num_buffers && !code) {

@@ -16,6 +16,7 @@
 struct EpLayer {
     EpHeap *heap;
     EpLayerConfig config;
+    bool has_fused; /* the device has the fused kernels of 16 bits */
     atomic_int num_refs;
     atomic_bool closed; /* set while all locks are held; some readers hold none */
     EpOrphan orphan;

@@ -78,10 +78,13 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
 }
 
 /* The fused kernels count the rows of a row block that have arrived. Padding rows never arrive. */
-static int check_no_padding(const EpLayer *l) {
-    if (ep_layer_padding(l).alignment == 0) return 0;
-    return ep_error(EP_EINVAL,
-                    "a layer with an expert_alignment or an expert_capacity has no fused operations");
+static int check_has_fused(const EpLayer *l) {
+    if (ep_layer_padding(l).alignment)
+        return ep_error(EP_EINVAL,
+                        "a layer with an expert_alignment or an expert_capacity has no fused operations");
+    if (!l->config.num_move)
+        return ep_error(EP_EINVAL, "this layer has no fused operations: EpAll2AllFusedOp has them");
+    return 0;
 }
 
 /* On the CPU the communication of a fused operation has the workers of an operation without a product. */
@@ -89,17 +92,11 @@ static uint32_t num_workers(const EpLayer *l, uint32_t num_blocks) {
     return ep_heap_kind(l->heap) == EP_CPU ? l->config.num_sm : num_blocks;
 }
 /* The division of the work, and where the rows of the experts are: the same for all dtypes of rows. */
-static int set_movers(const EpLayer *l, uint32_t num_move, uint32_t num_tail, uint32_t waits_for_expert,
-                      EpDispatchGemmParams *p) {
-    if (num_tail && num_tail >= num_move)
-        return ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", num_tail, num_move);
-    if (num_move < 1)
-        return ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
+static void set_movers(const EpLayer *l, EpDispatchGemmParams *p) {
     p->gemm.offsets = p->dispatch.plan + p->dispatch.layout.expert_row_off;
-    p->num_move_blocks = num_workers(l, num_move);
-    p->num_tail_blocks = num_tail;
-    p->waits_for_expert = waits_for_expert != 0;
-    return 0;
+    p->num_move_blocks = num_workers(l, l->config.num_move);
+    p->num_tail_blocks = l->config.num_tail;
+    p->waits_for_expert = l->config.waits_for_expert != 0;
 }
 
 int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmArgs *a,
@@ -110,10 +107,12 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
                              a->kind, a->activation,  a->alpha, a->limit, false};
     p->dispatch.comm = b->comm;
     p->dispatch.comm.requires_grad = a->requires_grad != 0;
-    EP_TRY(check_no_padding(l));
-    EP_TRY(ep_layer_check_dispatch(l, &first, l->config.shape.dtype, a->num_copies, &p->dispatch));
+    EP_TRY(check_has_fused(l));
+    EP_TRY(ep_layer_check_dispatch(l, &first, l->config.shape.dtype, ep_layer_num_copies(&l->config),
+                                   &p->dispatch));
     EP_TRY(check_product(l, &product, &p->gemm));
-    return set_movers(l, a->num_move, a->num_tail, a->waits_for_expert, p);
+    set_movers(l, p);
+    return 0;
 }
 
 /* Check the scales of the weights of a product, which is checked, and fill in theirs. */
@@ -139,29 +138,23 @@ int ep_prepare_dispatch_gemm_fp8(EpLayer *l, const EpCommBuffer *b, const EpDisp
                                      a->row_scale, a->row_weight, a->recv,   a->awaits_rows};
     const Product product = {a->rows,         a->gemm_weight, a->bias,  a->out,   NULL,
                              EP_GEMM_FORWARD, a->activation,  a->alpha, a->limit, true};
-    EP_TRY(check_no_padding(l));
-    EP_TRY(ep_layer_check_dispatch_fp8(l, b, &first, a->num_copies, &p->plain.dispatch, &p->row_scales));
+    EP_TRY(check_has_fused(l));
+    EP_TRY(ep_layer_check_dispatch_fp8(l, b, &first, ep_layer_num_copies(&l->config), &p->plain.dispatch,
+                                       &p->row_scales));
     EP_TRY(check_product(l, &product, &p->plain.gemm));
     EP_TRY(check_gemm_scale(l, a->gemm_scale, &p->plain.gemm, &p->scales));
     p->scales.a = p->row_scales.rows;
     p->scales.a_row = (uint64_t)p->row_scales.row_step;
     p->scales.a_k = (uint64_t)p->row_scales.group_step;
-    return set_movers(l, a->num_move, a->num_tail, a->waits_for_expert, &p->plain);
+    set_movers(l, &p->plain);
+    return 0;
 }
 
-/* The division of the work, and where the rows of the experts are: the same for all dtypes of rows. */
-static int set_returners(const EpLayer *l, uint32_t num_move, uint32_t num_reduce, uint32_t is_serial,
-                         EpGemmCombineParams *p) {
-    if (num_move < 1 || num_reduce < 1)
-        return ep_error(EP_EINVAL,
-                        "num_sm %u, num_reduce_sms %u: both must be at least 1, so that thread blocks send "
-                        "rows and add them up",
-                        num_move, num_reduce);
+static void set_returners(const EpLayer *l, EpGemmCombineParams *p) {
     p->gemm.offsets = p->combine.plan + p->combine.layout.expert_row_off;
-    p->num_move_blocks = num_workers(l, num_move);
-    p->num_reduce_blocks = num_reduce;
-    p->is_serial = is_serial != 0;
-    return 0;
+    p->num_move_blocks = num_workers(l, l->config.num_move);
+    p->num_reduce_blocks = l->config.num_reduce;
+    p->is_serial = l->config.is_serial != 0;
 }
 
 int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineArgs *a,
@@ -176,12 +169,13 @@ int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombi
     const Product product = {a->a, a->gemm_weight, a->bias, a->rows, NULL, a->kind, EP_ACT_NONE, 0, 0, false};
     p->combine.comm = b->comm;
     p->combine.comm.requires_grad = a->requires_grad != 0;
-    EP_TRY(check_no_padding(l));
+    EP_TRY(check_has_fused(l));
     EP_TRY(ep_layer_check_combine(l, &last, &p->combine));
     EP_TRY(check_product(l, &product, &p->gemm));
     if (a->row_scalar && a->kind != EP_GEMM_DGRAD)
         return ep_error(EP_EINVAL, "row_scalar: must be absent, because only kind dgrad returns scalars");
-    return set_returners(l, a->num_move, a->num_reduce, a->is_serial, p);
+    set_returners(l, p);
+    return 0;
 }
 
 int ep_prepare_gemm_combine_fp8(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineFp8Args *a,
@@ -192,7 +186,7 @@ int ep_prepare_gemm_combine_fp8(EpLayer *l, const EpCommBuffer *b, const EpGemmC
                              true};
     EpGemmParams *g = &p->plain.gemm;
     p->plain.combine.comm = b->comm;
-    EP_TRY(check_no_padding(l));
+    EP_TRY(check_has_fused(l));
     EP_TRY(ep_layer_check_combine(l, &last, &p->plain.combine));
     EP_TRY(check_product(l, &product, g));
     EP_TRY(ep_layer_check_scale(l, "a_scale", a->a_scale, g->num_rows, ep_gemm_num_blocks(g->k)));
@@ -200,5 +194,6 @@ int ep_prepare_gemm_combine_fp8(EpLayer *l, const EpCommBuffer *b, const EpGemmC
     p->scales.a = (const float *)a->a_scale->data;
     p->scales.a_row = (uint64_t)a->a_scale->stride[0];
     p->scales.a_k = (uint64_t)a->a_scale->stride[1];
-    return set_returners(l, a->num_move, a->num_reduce, a->is_serial, &p->plain);
+    set_returners(l, &p->plain);
+    return 0;
 }

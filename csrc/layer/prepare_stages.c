@@ -75,7 +75,7 @@ int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpPl
     p->plan = (int32_t *)a->plan->data;
     p->scatter_indices = scatter ? (const int32_t *)scatter->data : NULL;
     p->num_scatter_tokens = scatter ? (uint32_t)scatter->shape[0] : 0;
-    p->sort_slots = a->sort_slots != 0;
+    p->sort_slots = l->config.sort_slots != 0;
     p->padding = ep_layer_padding(l);
     p->host_counts = l->config.host_counts != 0;
     /* The host asks for the rows of the newest plan by its ticket. */
@@ -88,8 +88,6 @@ int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t 
                             EpDispatchParams *p) {
     const EpShape *s = &l->config.shape;
     const EpTensor *x = a->x, *rows = a->rows;
-    if (num_copies < 1)
-        return ep_error(EP_EINVAL, "num_copies 0: must be at least 1 token for each row of the input");
     if (x->num_dims < 1 || x->shape[0] > (int64_t)(s->max_tokens / num_copies))
         return ep_error(EP_EINVAL, "input has %lld tokens: must be at most max_tokens, %u",
                         x->num_dims ? (long long)x->shape[0] : -1ll, s->max_tokens / num_copies);

@@ -45,12 +45,11 @@ typedef enum {
  *   AWAITS    U32; if not 0, the operation waits until its plan has the number of rows */
 
 /* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
- * [ep_layer_plan_words(T)]. sort_slots: order the slots by expert, which makes the fused kernels fast. */
+ * [ep_layer_plan_words(T)]. */
 #define EP_ARGS_plan(X, S)  \
     X(S, TENSOR, indices)   \
     X(S, OPTIONAL, scatter) \
-    X(S, PLAN_OUT, plan)    \
-    X(S, U32, sort_slots)
+    X(S, PLAN_OUT, plan)
 
 /* Inputs: x [T][H], weight f32 [T][K], plan. Outputs: rows [>= M][H], row_weight f32 [>= M], and for combine
  * recv i32 [W * max_tokens * (1 + K)], the records of slot.h. The kernel checks that the plan is for T tokens
@@ -88,10 +87,9 @@ typedef enum {
 
 /* Dispatch, and the grouped GEMM of the rows that it places, on CUDA in one launch. gemm_weight [L][N][H],
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
- * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams; num_move, num_tail: see
- * EpDispatchGemmParams; num_copies: see EpDispatchParams. kept: NULL, or for SWIGLU gate and up, [>= M][N].
- * kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is [L][H][K], out [>= M][K], and there is no bias and no
- * activation. */
+ * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams.
+ * kept: NULL, or for SWIGLU gate and up, [>= M][N]. kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is
+ * [L][H][K], out [>= M][K], and there is no bias and no activation. */
 #define EP_ARGS_dispatch_gemm(X, S)    \
     X(S, TENSOR, x)                    \
     X(S, OPTIONAL, weight)             \
@@ -106,17 +104,13 @@ typedef enum {
     X(S, U32, activation)              \
     X(S, F64, alpha)                   \
     X(S, F64, limit)                   \
-    X(S, U32, num_move)                \
-    X(S, U32, num_tail)                \
-    X(S, U32, waits_for_expert)        \
-    X(S, U32, num_copies)              \
     X(S, U32, requires_grad)           \
     X(S, U32, kind)                    \
     X(S, AWAITS, awaits_rows)
 
 /* The grouped GEMM of a [>= M][K] with gemm_weight [L][H][K] into rows [>= M][H], and the combine of these
- * rows, on CUDA in one launch. num_move, num_reduce, is_serial: see EpGemmCombineParams. kind: EpGemmKind;
- * for EP_GEMM_DGRAD gemm_weight is [L][K][H], and there is no bias; only then there may be a row_scalar. */
+ * rows, on CUDA in one launch. kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is [L][K][H], and there is no
+ * bias; only then there may be a row_scalar. */
 #define EP_ARGS_gemm_combine(X, S)     \
     X(S, TENSOR, a)                    \
     X(S, TENSOR, gemm_weight)          \
@@ -128,9 +122,6 @@ typedef enum {
     X(S, OWN, recv)                    \
     X(S, OWN_OUT, out)                 \
     X(S, OWN_OUT_OPTIONAL, out_scalar) \
-    X(S, U32, num_move)                \
-    X(S, U32, num_reduce)              \
-    X(S, U32, is_serial)               \
     X(S, U32, requires_grad)           \
     X(S, U32, kind)
 
@@ -179,7 +170,7 @@ typedef enum {
 
 /* dispatch_fp8, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight u8
  * [L][N][H], gemm_scale f32 [L][N / 128][H / 128], both sizes rounded up; out of the layer's dtype. For gates
- * in front of ups N must be a multiple of 128. x has a row for every num_copies tokens. Rows from M on are
+ * in front of ups N must be a multiple of 128. Rows from M on are
  * left unchanged. The rest is as in dispatch_fp8 and dispatch_gemm. */
 #define EP_ARGS_dispatch_gemm_fp8(X, S) \
     X(S, TENSOR, x)                     \
@@ -197,10 +188,6 @@ typedef enum {
     X(S, U32, activation)               \
     X(S, F64, alpha)                    \
     X(S, F64, limit)                    \
-    X(S, U32, num_move)                 \
-    X(S, U32, num_tail)                 \
-    X(S, U32, waits_for_expert)         \
-    X(S, U32, num_copies)               \
     X(S, AWAITS, awaits_rows)
 
 /* gemm_combine of rows and weights in FP8. CUDA only. a u8 [>= M][K]; a_scale f32 [as many][K / 128], with
@@ -216,10 +203,7 @@ typedef enum {
     X(S, OPTIONAL, row_weight)         \
     X(S, PLAN, plan)                   \
     X(S, OWN, recv)                    \
-    X(S, OWN_OUT, out)                 \
-    X(S, U32, num_move)                \
-    X(S, U32, num_reduce)              \
-    X(S, U32, is_serial)
+    X(S, OWN_OUT, out)                
 
 /* ---- calls that run several operations, one after the other ---- */
 
@@ -234,10 +218,10 @@ typedef enum {
  * bias, combine. x, indices, weight, plan, rows, row_weight and recv are as in plan and dispatch; weight is
  * given. gate_up [L][N][H], down [L][H][I], biases [L][N] and [L][H]. Outputs: a [>= M][I], out_rows
  * [>= M][H] (may be rows where h is NULL), out [T][H]. h: NULL, or [>= M][N], which keeps the input of the
- * activation for a backward; the activation is then that of the rounded numbers. is_fused: each product
- * shares a launch with the communication beside it. is_planned: the plan exists, and indices is not read. If
- * nothing was launched after the plan, because the outputs do not fit (awaits_rows), the caller calls again,
- * with is_planned. The rest is as in dispatch_gemm and gemm_combine. */
+ * activation for a backward; the activation is then that of the rounded numbers. Where ep_layer_fuses says
+ * so, each product shares a launch with the communication beside it. is_planned: the plan exists, and indices
+ * is not read. If nothing was launched after the plan, because the outputs do not fit (awaits_rows), the
+ * caller calls again, with is_planned. The rest is as in dispatch_gemm and gemm_combine. */
 #define EP_ARGS_experts(X, S)       \
     X(S, TENSOR, x)                 \
     X(S, OPTIONAL, indices)         \
@@ -258,13 +242,6 @@ typedef enum {
     X(S, F64, alpha)                \
     X(S, F64, limit)                \
     X(S, U32, requires_grad)        \
-    X(S, U32, is_fused)             \
-    X(S, U32, num_move)             \
-    X(S, U32, num_tail)             \
-    X(S, U32, waits_for_expert)     \
-    X(S, U32, num_reduce)           \
-    X(S, U32, is_serial)            \
-    X(S, U32, sort_slots)           \
     X(S, U32, is_planned)           \
     X(S, AWAITS, awaits_rows)
 
@@ -285,13 +262,7 @@ typedef enum {
     X(S, OWN, dots)                  \
     X(S, U32, activation)            \
     X(S, F64, alpha)                 \
-    X(S, F64, limit)                 \
-    X(S, U32, is_fused)              \
-    X(S, U32, num_move)              \
-    X(S, U32, num_tail)              \
-    X(S, U32, waits_for_expert)      \
-    X(S, U32, num_reduce)            \
-    X(S, U32, is_serial)
+    X(S, F64, limit)                
 
 /* The second half: d_down [L][H][I] of g and weighted, or NULL; d_h times gate_up, whose rows (out_rows,
  * which may be g) return and are added up in dx [T][H], with the dots in d_weight [T][K]; and d_gate_up
@@ -309,11 +280,7 @@ typedef enum {
     X(S, OWN, out_rows) \
     X(S, OWN, dx) \
     X(S, OWN, d_weight) \
-    X(S, OWN_OUT_OPTIONAL, d_gate_up)    \
-    X(S, U32, is_fused)              \
-    X(S, U32, num_move)              \
-    X(S, U32, num_reduce)            \
-    X(S, U32, is_serial)
+    X(S, OWN_OUT_OPTIONAL, d_gate_up)   
 
 /* The experts of few tokens, in a layer of mode EP_LOW_LATENCY: ll_dispatch into compact rows, both products,
  * ll_combine. handle, rows and counts are as there; a [capacity][I], out_rows [capacity][H], out [T][H]. */

@@ -119,6 +119,38 @@ FAST(layer_close) {
     return ep_done(code);
 }
 
+/* (config): whether an expert gets more rows on average than in decoding */
+FAST(layer_has_many_rows) {
+    EpLayerConfig c;
+    WANT(1);
+    if (!get_config(args[0], &c)) return NULL;
+    return PyBool_FromLong(ep_layer_has_many_rows(&c.shape));
+}
+
+/* (config): whether calls without gradients take a low-latency layer of the same shape */
+FAST(layer_decodes) {
+    EpLayerConfig c;
+    WANT(1);
+    if (!get_config(args[0], &c)) return NULL;
+    return PyBool_FromLong(ep_layer_decodes(&c));
+}
+
+/* (config, has_kernels, n, k, columns, is_fp8, trains, has_split_gates): see ep_layer_fuses */
+FAST(layer_fuses) {
+    EpLayerConfig c;
+    EpProduct p = {0};
+    int has_kernels, is_fp8, trains, has_split_gates;
+    WANT(8);
+    if (!get_config(args[0], &c) || !ep_get_int(args[1], &has_kernels) || !ep_get_u32(args[2], &p.n) ||
+        !ep_get_u32(args[3], &p.k) || !ep_get_u32(args[4], &p.columns) || !ep_get_int(args[5], &is_fp8) ||
+        !ep_get_int(args[6], &trains) || !ep_get_int(args[7], &has_split_gates))
+        return NULL;
+    p.is_fp8 = is_fp8 != 0;
+    p.trains = trains != 0;
+    p.has_split_gates = has_split_gates != 0;
+    return PyBool_FromLong(ep_layer_fuses(&c, has_kernels != 0, &p));
+}
+
 /* (config, num_tokens) -> a dict: offsets of the plan's parts in int32 elements, its length, max_tiles */
 FAST(plan_layout) {
     EpLayerConfig c;
@@ -372,6 +404,9 @@ FAST(layer_set_epoch) {
 PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(layer_agree),
                                   METHOD(layer_create),
+                                  METHOD(layer_has_many_rows),
+                                  METHOD(layer_decodes),
+                                  METHOD(layer_fuses),
                                   METHOD(layer_close),
                                   METHOD(plan_layout),
                                   METHOD(ll_handle_words),

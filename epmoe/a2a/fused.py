@@ -1,22 +1,65 @@
 """EpAll2AllFusedOp: dispatch + grouped GEMM, and grouped GEMM + combine, each in one launch."""
 
+import operator
+from typing import Any
+
 import torch
 
 from .. import _C
+from ..comm.device import capabilities, integer
 from ..comm.refusals import reported_after_plan
 from ..gemm.activations import activate
-from ..gemm.grouped import add_bias, as_kernel, grouped_gemm
+from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, add_bias, aligned, as_kernel, check_activation,
+                            grouped_gemm, is_transposed)
+from ..gemm.quantize import quantize_fp8
 from ..torch_modes import check_mode, is_watched, requires_grad
-from . import fused_ops  # fused_ops defines the operators
-from .fused_fp8 import FusedFp8
-from .fused_parts import FusedParts, fuses
+from .base import NO_CONFIG, cast
 from .layer import EPAll2AllLayer
-from .layer_parts import cast
 
-__all__ = ["EpAll2AllFusedOp", "fused_ops", "fuses"]
+_FUSED = {False: 0, True: 1, None: 2}  # EpFused
 
 
-class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
+def fuses(max_tokens: int, topk: int, num_experts: int, world_size: int) -> bool:
+    """Return whether the fused kernels are the faster way for a layer of this shape.
+
+    They are not where an expert has 24 rows or fewer, as in decoding (docs/experiments, E-033).
+
+    Args:
+        max_tokens: The most tokens of a rank.
+        topk: K.
+        num_experts: E.
+        world_size: W.
+
+    Examples:
+        >>> from epmoe.a2a.fused import fuses
+        >>> fuses(192, 8, 256, 4), fuses(193, 8, 256, 4)
+        (False, True)
+    """
+    return _C.layer_has_many_rows(NO_CONFIG._replace(ranks=world_size, num_experts=num_experts, topk=topk,
+                                                     max_tokens=max_tokens))
+
+
+def _shares_launch(config, has_kernels, n, k, columns=0, is_fp8=False, trains=False, has_split_gates=False):
+    """Whether a product with weights [L, n, k] shares a launch with communication: see csrc/layer/path.c."""
+    return _C.layer_fuses(config, has_kernels, n, k, columns, is_fp8, trains, has_split_gates)
+
+
+_shares_launch._dynamo_marked_constant = True  # a compiler calls it, and does not trace it
+
+
+def _scales_shape(gemm_weight):
+    """Return the shape of the scales of weights [L, N, K], with one for each block."""
+    return [gemm_weight.shape[0], *(-(-size // FP8_BLOCK) for size in gemm_weight.shape[1:])]
+
+
+def check_no_gradients(name, *leaves):
+    """Raise RuntimeError if a gradient of one of these arguments of a call is wanted."""
+    if requires_grad(*(t for t in leaves if isinstance(t, torch.Tensor))):
+        raise RuntimeError(f"{name} in FP8 has no gradients: call it under torch.no_grad(), or use weights "
+                           f"in 16 bits for training")
+
+
+class EpAll2AllFusedOp(EPAll2AllLayer):
     """An EPAll2AllLayer whose GEMMs can run in the same kernels: during dispatch, and during combine.
 
     Each of the two mega_ methods is one kernel on a GPU of compute capability 9.x, for bfloat16 and float16,
@@ -58,8 +101,8 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             measured best for the shape: fused where max_tokens gives an expert more than 24 rows on
             average, and in FP8 if gemm_weight also has at least 4096 rows or max_tokens is at most 1024.
             A training step of EPMoE is not fused where its gate and up weights have 16384 rows or more.
-        **options: combine_mode, capacity, num_buffers, reserve_sms, heap, device, timeout_s, rail_dtype and
-            rail_capacity, as for EPAll2AllLayer.
+        combine_mode, capacity, host_counts, num_buffers, reserve_sms, heap, device: As for EPAll2AllLayer.
+        timeout_s, rail_dtype, rail_capacity: As there.
 
     Raises:
         ValueError: On this rank, for an argument out of range.
@@ -88,12 +131,17 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
         Megakernel".
     """
 
-    def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
-                 local_world_size=None,
-                 world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None,
-                 enable_local_combine=True, *, num_tail_sms=0, num_reduce_sms=None, token_saving=True,
-                 token_sorting=True, block_wise_barrier=True, combine_order="fuse_scatter", fused=None,
-                 **options):
+    def __init__(self, ep_group: Any, max_tokens: int, hidden: int, topk: int, rank: int | None = None,
+                 num_tot_experts: int | None = None, local_world_size: int | None = None,
+                 world_size: int | None = None, dtype: torch.dtype = torch.bfloat16,
+                 weight_dtype: torch.dtype = torch.float32, num_sm: int | None = None,
+                 enable_local_combine: bool = True, *, num_tail_sms: int = 0,
+                 num_reduce_sms: int | None = None, token_saving: bool = True, token_sorting: bool = True,
+                 block_wise_barrier: bool = True, combine_order: str = "fuse_scatter",
+                 fused: bool | None = None, combine_mode: str = "scatter", capacity: int | None = None,
+                 host_counts: bool = False, num_buffers: int = 1, reserve_sms: int = 0, heap: Any = None,
+                 device: Any = None, timeout_s: float | None = None, rail_dtype: torch.dtype | None = None,
+                 rail_capacity: int | None = None) -> None:
         self.fused = fused
         self.token_saving = token_saving  # _check_options, whose errors reach all ranks, makes a bool of each
         self.token_sorting = token_sorting
@@ -101,8 +149,12 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
         self.combine_order = combine_order
         self._requested_sms = num_sm, num_tail_sms, num_reduce_sms
         super().__init__(ep_group, max_tokens, hidden, topk, rank, num_tot_experts, local_world_size,
-                         world_size,
-                         dtype, weight_dtype, num_sm, enable_local_combine, **options)
+                         world_size, dtype, weight_dtype, num_sm, enable_local_combine,
+                         combine_mode=combine_mode, capacity=capacity, host_counts=host_counts,
+                         num_buffers=num_buffers, reserve_sms=reserve_sms, heap=heap, device=device,
+                         timeout_s=timeout_s, rail_dtype=rail_dtype, rail_capacity=rail_capacity)
+        # It depends on what all ranks have alike, not on their numbers of tokens.
+        self.may_decode = self.capacity is None and _C.layer_decodes(self._config)
 
     def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *,
                                  bias=None, activation=None, full_scatter_indices=None, buffer=0,
@@ -187,28 +239,6 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
                                                  full_scatter_indices, layout, buffer)
         return self._mega_dispatch_planned(layout, input, weight, gemm_weight, bias, activation, num_rows)
 
-    @reported_after_plan(_C.OP_DISPATCH_GEMM)
-    def _mega_dispatch_planned(self, layout, input, weight, gemm_weight, bias, activation, num_rows):
-        with_grad = requires_grad(input, weight, gemm_weight, bias)
-        # With gradients, torch's own bias and activation follow the kernel, because they have a backward.
-        inside, added = (None, None) if with_grad else (activation, bias)
-        gemm_weight = gemm_weight.contiguous()
-        added = None if added is None else added.to(self.dtype).contiguous()
-        if with_grad or is_watched():
-            h, _, row_weight, recv = torch.ops.epmoe.dispatch_gemm(
-                input, weight, layout.plan, gemm_weight, added, self.id, layout.buffer, num_rows,
-                *as_kernel(inside), with_grad)
-            row_weight = None if weight is None else row_weight
-        else:
-            h, _, row_weight, recv = self._dispatch_gemm(
-                input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows, *as_kernel(inside))
-        self._set_dispatched(layout, h, recv)
-        if with_grad and bias is not None:  # an error is reported in the next operation of the other ranks
-            h = add_bias(h, bias, layout.expert_offsets)
-        if with_grad and activation is not None:
-            h = activate(h, activation)
-        return h, cast(row_weight, self.weight_dtype), layout
-
     def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None,
                                 gemm_scale=None):
         """Multiply rows and return each to its token's rank while others are computed.  Collective.
@@ -276,24 +306,6 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
         return self._by_token(self._mega_combine_checked(layout, gemm_input, gemm_weight, bias, weight,
                                                          with_grad))
 
-    @reported_after_plan(_C.OP_GEMM_COMBINE)
-    def _mega_combine_checked(self, layout, gemm_input, gemm_weight, bias, weight, with_grad):
-        if with_grad or is_watched():
-            return torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan,
-                                                layout.recv, self.id, layout.buffer, layout.num_tokens,
-                                                with_grad)[0]
-        return self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv,
-                                  layout.buffer, layout.num_tokens)[0]
-
-    def _make_layout(self, exp_indices, scatter, buffer):
-        if self._copies > 1:
-            try:
-                exp_indices = self._by_choice("exp_indices", exp_indices, self.max_tokens // self._copies)
-                scatter = self._by_choice("full_scatter_indices", scatter, self.world_size * self.max_tokens)
-            except Exception as error:
-                self._refuse(_C.OP_PLAN, error, buffer)
-        return super()._make_layout(exp_indices, scatter, buffer)
-
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
                  buffer=0):
         """Send tokens to their experts' ranks without a GEMM, as EPAll2AllLayer.dispatch.  Collective.
@@ -346,3 +358,284 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             2.0
         """
         return self._by_token(super().combine(input, layout, weight))
+
+    # ---- options, and which way a call takes ----
+
+    def _check_options(self):
+        self.fused = None if self.fused is None else bool(self.fused)
+        for name in ("token_saving", "token_sorting", "block_wise_barrier"):
+            setattr(self, name, bool(getattr(self, name)))
+        if self.combine_order not in ("fuse_scatter", "serial"):
+            raise ValueError(f"combine_order {self.combine_order!r}: must be fuse_scatter or serial")
+        if not self.token_saving:  # every choice becomes a token of its own
+            self._copies = self.topk
+            self.max_tokens *= self.topk
+            self.topk = 1
+        # Asked here, because a compiler cannot trace the call of the module.
+        on_cpu = self.device.type == "cpu"  # where a fused operation runs its stages one after the other
+        self._has_fused_fp8 = not on_cpu and capabilities(self.device).has_hopper
+        self._has_fused = on_cpu or self._has_fused_fp8
+        most = self._num_blocks
+        num_sm, num_tail, num_reduce = self._requested_sms
+        self._fused_config = {
+            "fused": _FUSED[self.fused],
+            "num_move": most if num_sm is None else min(integer("num_sm", num_sm), most),
+            "num_tail_sms": integer("num_tail_sms", num_tail),
+            "num_reduce_sms": most if num_reduce is None else integer("num_reduce_sms", num_reduce),
+            "waits_for_expert": not self.block_wise_barrier, "is_serial": self.combine_order == "serial",
+            "token_sorting": self.token_sorting}
+        if self.fused is None:
+            self.fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
+
+    def _is_fused(self, gemm_weight):
+        """Whether a product with these weights [L, N, K] shares a launch with the communication beside it."""
+        n, k = map(operator.index, gemm_weight.shape[1:])  # to a compiler, sizes may be symbols
+        return not is_transposed(gemm_weight) and _shares_launch(self._config, self._has_fused, n, k)
+
+    def _is_fused_fp8(self, gemm_weight, activation=None, is_first=True):
+        """The same for weights in FP8.  is_first: they multiply the rows that dispatch brings."""
+        n, k = map(operator.index, gemm_weight.shape[1:])
+        number = as_kernel(activation)[0]
+        has_split_gates = number in GATED and number != as_kernel("gpt_oss")[0]
+        return _shares_launch(self._config, self._has_fused_fp8, n, k, n if is_first else 0, True, False,
+                              has_split_gates)
+
+    # ---- checks ----
+
+    def _check_gemm_input(self, gemm_input, gemm_weight, layout, weight):
+        """Check the rows and their weights before GEMM + combine.  Returns the weights, in float32."""
+        num_rows = layout._num_rows if self.capacity is None else self.capacity
+        self._check_tensor("gemm_input", gemm_input, self.dtype, (num_rows, gemm_weight.shape[2]))
+        if weight is None:
+            return None
+        self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
+        return cast(weight, torch.float32)
+
+    def _check_fp8(self, rows, columns, gemm_weight, gemm_scale, bias, activation=None):
+        """Check the arguments of a product with weights [L, rows, columns], where None is any size."""
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise TypeError(f"dtype {self.dtype} with weights in FP8: the layer must be of torch.bfloat16 or "
+                            f"torch.float16")
+        if self.hidden % 16:
+            raise ValueError(f"hidden {self.hidden} with weights in FP8: must be a multiple of 16")
+        self._check_tensor("gemm_weight", gemm_weight, torch.float8_e4m3fn,
+                           (self.num_local_experts, rows, columns))
+        check_activation(activation, gemm_weight.shape[1])
+        if not isinstance(gemm_scale, torch.Tensor):
+            raise TypeError(f"gemm_scale: wanted a tensor, got {type(gemm_scale).__name__}")
+        if gemm_scale.dtype != torch.float32 or gemm_scale.layout is not torch.strided:
+            raise TypeError(f"gemm_scale: wanted float32, got {gemm_scale.dtype}")
+        shape = _scales_shape(gemm_weight)
+        is_one = list(gemm_scale.shape) == shape[:1] or gemm_scale.numel() == 1
+        if gemm_scale.device != self.device or (list(gemm_scale.shape) != shape and not is_one):
+            raise ValueError(f"gemm_scale: wanted {shape}, {shape[:1]} or one number, on {self.device}, got "
+                             f"{list(gemm_scale.shape)} on {gemm_scale.device}")
+        if bias is not None:
+            self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
+
+    def _fp8_weights(self, gemm_weight, gemm_scale, bias):
+        """Return weights, a scale for each of their blocks, and the bias, as the fused kernels take them."""
+        shape = _scales_shape(gemm_weight)
+        if list(gemm_scale.shape) != shape:
+            gemm_scale = gemm_scale.reshape(-1, 1, 1).expand(shape)
+        return (gemm_weight.contiguous(), gemm_scale.contiguous(),
+                None if bias is None else bias.to(self.dtype).contiguous())
+
+    # ---- calls of the module; ops.py makes operators of them ----
+
+    @reported_after_plan(_C.OP_DISPATCH_GEMM)
+    def _mega_dispatch_planned(self, layout, input, weight, gemm_weight, bias, activation, num_rows):
+        with_grad = requires_grad(input, weight, gemm_weight, bias)
+        # With gradients, torch's own bias and activation follow the kernel, because they have a backward.
+        inside, added = (None, None) if with_grad else (activation, bias)
+        gemm_weight = gemm_weight.contiguous()
+        added = None if added is None else added.to(self.dtype).contiguous()
+        if with_grad or is_watched():
+            h, _, row_weight, recv = torch.ops.epmoe.dispatch_gemm(
+                input, weight, layout.plan, gemm_weight, added, self.id, layout.buffer, num_rows,
+                *as_kernel(inside), with_grad)
+            row_weight = None if weight is None else row_weight
+        else:
+            h, _, row_weight, recv = self._dispatch_gemm(
+                input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows, *as_kernel(inside))
+        self._set_dispatched(layout, h, recv)
+        if with_grad and bias is not None:  # an error is reported in the next operation of the other ranks
+            h = add_bias(h, bias, layout.expert_offsets)
+        if with_grad and activation is not None:
+            h = activate(h, activation)
+        return h, cast(row_weight, self.weight_dtype), layout
+
+    @reported_after_plan(_C.OP_GEMM_COMBINE)
+    def _mega_combine_checked(self, layout, gemm_input, gemm_weight, bias, weight, with_grad):
+        if with_grad or is_watched():
+            return torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan,
+                                                layout.recv, self.id, layout.buffer, layout.num_tokens,
+                                                with_grad)[0]
+        return self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv,
+                                  layout.buffer, layout.num_tokens)[0]
+
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
+                       limit=0.0, with_grad=False):
+        columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
+
+        def make(n):
+            row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
+            recv = self._empty(self._recv_words, dtype=torch.int32)
+            return ([self._empty(n, self.hidden), row_weight, self._empty(n, columns)],
+                    [recv, aligned(gemm_weight), aligned(bias)])
+
+        def launch(outputs, others, awaits_rows):
+            rows, row_weight, out = outputs
+            return _C.layer_dispatch_gemm(self._c, buffer, (
+                x, weight, plan, rows, row_weight, *others, out, None, activation, alpha, limit,
+                with_grad, FORWARD, awaits_rows))
+
+        call = plan, buffer, x.shape[0]
+        kept_for = gemm_weight.data_ptr() if with_grad else None
+        (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, kept_for)
+        return out, rows, row_weight, others[0]
+
+    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
+                      with_grad=False):
+        rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
+        gemm_weight, bias = aligned(gemm_weight), aligned(bias)
+        tensors = a, gemm_weight, bias, rows, row_weight, None, plan, recv, out, None
+        _C.layer_gemm_combine(self._c, buffer, (
+            *tensors, with_grad, FORWARD))
+        return out, rows
+
+    def _mega_dispatch_fp8(self, input, exp_indices, layout, product, weight, full_scatter_indices, buffer):
+        """mega_dispatch_group_gemm in FP8.  product: gemm_weight, gemm_scale, bias and activation."""
+        gemm_weight, gemm_scale, bias, activation = product
+        op = _C.OP_DISPATCH_GEMM_FP8 if self.fused else _C.OP_DISPATCH_FP8
+        try:
+            check_mode(input, weight, gemm_weight, bias)
+            check_no_gradients("dispatch + GEMM", input, weight, *product[:3])
+            self._check_fp8(None, self.hidden, *product)
+            fused = self._is_fused_fp8(gemm_weight, activation)
+            self._check_tensor("input", input, self.dtype, (None, self.hidden))
+        except Exception as error:
+            self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
+        if not fused:
+            rows, scales, row_weight, layout = self.dispatch_fp8(input, exp_indices, weight,
+                                                                 full_scatter_indices, layout=layout,
+                                                                 buffer=buffer)
+            try:
+                h = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias,
+                                 activation=activation, a_scale=scales, b_scale=gemm_scale,
+                                 out_dtype=self.dtype)
+            except Exception as error:  # no memory: the next operation of the other ranks is combine
+                self._refuse(_C.OP_COMBINE, error, layout.buffer)
+            return h, row_weight, layout
+        layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
+                                                 buffer)
+        return self._mega_fp8_planned(layout, input, weight, product, num_rows)
+
+    @reported_after_plan(_C.OP_DISPATCH_GEMM_FP8)
+    def _mega_fp8_planned(self, layout, input, weight, product, num_rows):
+        x, x_scale = quantize_fp8(input.contiguous())
+        weights, activation = self._fp8_weights(*product[:3]), product[3]
+        if is_watched():
+            h, row_weight, recv = torch.ops.epmoe.dispatch_gemm_fp8(
+                x, x_scale, weight, layout.plan, *weights, self.id, layout.buffer, num_rows,
+                *as_kernel(activation))
+            row_weight = None if weight is None else row_weight
+        else:
+            h, row_weight, recv = self._dispatch_gemm_fp8(x, x_scale, weight, layout.plan, weights,
+                                                          layout.buffer, num_rows, as_kernel(activation))
+        self._set_dispatched(layout, h, recv)
+        return h, cast(row_weight, self.weight_dtype), layout
+
+    def _dispatch_gemm_fp8(self, x, x_scale, weight, plan, weights, buffer, num_rows, activation):
+        """Allocate the outputs and call the module.  Returns the products, the row weights and recv.
+
+        weights: gemm_weight, its scale for each block, and its bias.  activation: as as_kernel returns it.
+        """
+        number, alpha, limit = (*activation, 0.0, 0.0)[:3]
+        columns = weights[0].shape[1] // (2 if number in GATED else 1)
+        x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8, so the module gets bytes
+
+        def make(n):
+            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, n, by_row=False)
+            gemm_weight, gemm_scale, bias = map(aligned, weights)
+            return ([row_weight, self._empty(n, columns)],
+                    [rows, row_scale, recv, gemm_weight.view(torch.uint8), gemm_scale, bias])
+
+        def launch(outputs, others, awaits_rows):
+            (row_weight, out), (rows, row_scale, *others) = outputs, others
+            return _C.layer_dispatch_gemm_fp8(self._c, buffer, (
+                x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, number, alpha, limit,
+                awaits_rows))
+
+        call = plan, buffer, x.shape[0]
+        (row_weight, out), others = self._run_dispatch(call, num_rows, make, launch)
+        return out, row_weight, others[2]
+
+    def _mega_combine_fp8(self, gemm_input, layout, product, weight):
+        """mega_group_gemm_combine in FP8.  product: gemm_weight, gemm_scale and bias."""
+        gemm_weight, gemm_scale, bias = product
+        fused = False
+        try:
+            check_mode(gemm_input, weight, gemm_weight, bias)
+            check_no_gradients("GEMM + combine", gemm_input, weight, *product)
+            self._check_dispatched(layout)
+            self._check_fp8(self.hidden, None, *product)
+            fused = self._is_fused_fp8(gemm_weight, is_first=False)
+            weight = self._check_gemm_input(gemm_input, gemm_weight, layout, weight)
+            offsets = layout.expert_offsets
+            rows, scales = quantize_fp8(gemm_input, num_rows=offsets[-1:])
+            if fused:
+                weights = self._fp8_weights(*product)
+            else:
+                rows = grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
+                                    b_scale=gemm_scale, out_dtype=self.dtype)
+        except Exception as error:
+            self._refuse(_C.OP_GEMM_COMBINE_FP8 if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
+        if not fused:
+            return self.combine(rows, layout, weight)
+        return self._by_token(self._combine_fp8_checked(layout, rows, scales, weights, weight))
+
+    @reported_after_plan(_C.OP_GEMM_COMBINE_FP8)
+    def _combine_fp8_checked(self, layout, rows, scales, weights, weight):
+        if is_watched():
+            return torch.ops.epmoe.gemm_combine_fp8(rows, scales, *weights, weight, layout.plan, layout.recv,
+                                                    self.id, layout.buffer, layout.num_tokens)
+        return self._gemm_combine_fp8(rows, scales, weights, weight, layout.plan, layout.recv, layout.buffer,
+                                      layout.num_tokens)
+
+    def _gemm_combine_fp8(self, a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens):
+        """Allocate the outputs and call the module.  Returns the sums.
+
+        weights: gemm_weight, its scale for each block, and its bias.
+        """
+        rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
+        gemm_weight, gemm_scale, bias = map(aligned, weights)
+        # DLPack of some versions of torch has no FP8, so the module gets bytes
+        _C.layer_gemm_combine_fp8(self._c, buffer, (
+            a.view(torch.uint8), a_scale, gemm_weight.view(torch.uint8), gemm_scale, bias, rows, row_weight,
+            plan, recv, out))
+        return out
+
+    # ---- without token saving, every choice is a token of its own (_copies > 1) ----
+
+    def _make_layout(self, exp_indices, scatter, buffer):
+        if self._copies > 1:
+            try:
+                exp_indices = self._by_choice("exp_indices", exp_indices, self.max_tokens // self._copies)
+                scatter = self._by_choice("full_scatter_indices", scatter, self.world_size * self.max_tokens)
+            except Exception as error:
+                self._refuse(_C.OP_PLAN, error, buffer)
+        return super()._make_layout(exp_indices, scatter, buffer)
+
+    def _by_token(self, y):
+        return y if self._copies == 1 else y.view(-1, self._copies, self.hidden).float().sum(1).to(self.dtype)
+
+    def _by_choice(self, name, t, most):
+        """Return [T, K] as [T * K, 1].  The layer below checks the rest."""
+        if not isinstance(t, torch.Tensor):
+            return t
+        if t.dim() != 2 or t.shape[1] != self._copies:
+            raise ValueError(f"{name}: wanted shape [*, {self._copies}], got {list(t.shape)}")
+        if t.shape[0] > most:
+            raise ValueError(f"{name} has {t.shape[0]} tokens: must be at most {most}; see max_tokens")
+        return t.reshape(-1, 1)

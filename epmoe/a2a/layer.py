@@ -1,25 +1,86 @@
-"""EPAll2AllLayer: plan, dispatch and combine of an expert-parallel layer."""
+"""EPAll2AllLayer: plan, dispatch and combine of an expert-parallel layer.
 
-import contextlib
+Each call allocates its outputs and calls the module.  Its caller reports an error to the other ranks
+(refusals.py).  ops.py makes operators of them, for autograd and torch.compile.
+
+A dispatch takes the number of its rows, or -1 if only the plan has it.  The GPU has nothing to do from the
+moment when the plan has the number until the launch of the dispatch.  So the host allocates the outputs and
+prepares the launch before that moment.  The outputs have room for the most rows of recent calls and some
+more.  A call with few tokens must not take the memory of a call with many tokens.  So each power of two of
+the number of tokens has a room of its own (_rooms).
+
+A training step keeps its outputs until the backward, so there the room must fit.  Calls that have weights
+(those of EPMoE in 16 bits) have rooms of their own for each address of the weights.  Outputs with much more
+room than rows are not used: the host then allocates when it knows the number.
+"""
+
 import itertools
 
 import torch
 
 from .. import _C
-from ..comm.device import allocator_of, integer, pick_device, stream_of
-from ..comm.heap import SymmetricHeap
-from ..comm.refusals import reported_after_plan
-from ..torch_modes import check_mode, is_watched, requires_grad
+from ..comm.device import integer, pick_device, stream_of
+from ..comm.refusals import check_plain, reported_after_plan
+from ..gemm.grouped import FP8_BLOCK, check_activation
+from ..gemm.quantize import quantize_fp8
+from ..torch_modes import allocator_of, check_mode, is_watched, requires_grad
 from . import ops
-from .dispatch_fp8 import Fp8Dispatch
-from .layer_calls import LayerCalls
-from .layer_parts import (MODES, LayerParts, cast, check_kinds, check_rail_capacity, check_rail_dtype,
-                          default_num_sm, max_blocks, refuse_layer, world_of)
+from .base import DTYPES, MODES, CollectiveLayer, cast, default_num_sm, max_blocks, refuse_layer, world_of
+from .layout import EPLayout
 
 _ids = itertools.count()
+ANY_ROOM = 0xffffffff  # awaits_rows of protocol/ops.h: the outputs may have any number of rows too many
+MOST_ROOMS = 1024  # of a layer: addresses of weights may change from step to step
+NO_ROOM = -1  # in the place of a room for which there was no memory: it is not tried again
 
 
-class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
+def check_kinds(num_tot_experts, dtype, weight_dtype, combine_mode):
+    """Check the arguments of a layer that are not numbers, and that there is a number of experts."""
+    if num_tot_experts is None:
+        raise TypeError("num_tot_experts is missing: pass the number of experts of all ranks")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype {dtype}: must be float32, float16 or bfloat16")
+    if not isinstance(weight_dtype, torch.dtype) or not weight_dtype.is_floating_point:
+        raise TypeError(f"weight_dtype {weight_dtype}: must be a floating-point dtype")
+    if combine_mode not in MODES:
+        raise ValueError(f"combine_mode {combine_mode!r}: must be scatter or gather (serial and fuse_scatter "
+                         f"are values of combine_order)")
+
+
+def check_rail_dtype(rail_dtype, dtype):
+    """Return the dtype of sums on their way between nodes, in a layer of some dtype."""
+    if rail_dtype is None or rail_dtype == dtype:
+        return dtype
+    if rail_dtype not in DTYPES:
+        raise TypeError(f"rail_dtype {rail_dtype}: must be None, float32, float16 or bfloat16")
+    if dtype != torch.float32:
+        raise ValueError(f"rail_dtype {rail_dtype} in a layer of {dtype}: the sum of a node is rounded to "
+                         f"{dtype} before it leaves the node: leave rail_dtype out")
+    return rail_dtype
+
+
+def check_rail_capacity(rail_capacity):
+    """Return rail_capacity, None or a positive integer.  Raises TypeError or ValueError."""
+    if rail_capacity is None:
+        return None
+    if isinstance(rail_capacity, bool) or not isinstance(rail_capacity, int):
+        raise TypeError(f"rail_capacity {rail_capacity!r}: must be an integer or None")
+    if rail_capacity < 1:
+        raise ValueError(f"rail_capacity {rail_capacity}: must be at least 1 token")
+    return rail_capacity
+
+
+def room_after(room, num_rows, is_kept=False, too_large=False):
+    """Return the rows to make room for in the next call, after a call that had room and got num_rows.
+
+    It goes up at once, and down slowly, because the modules of a model may share a layer.  is_kept: outputs
+    are kept for a backward.  too_large: the room goes down at once.
+    """
+    wanted = num_rows + num_rows // (32 if is_kept else 16)
+    return wanted if too_large else max(wanted, room - (room - wanted) // 32)
+
+
+class EPAll2AllLayer(CollectiveLayer):
     """Sends tokens to the ranks that hold their experts, and returns the experts' rows.
 
     Letters: W ranks, E experts, L = E/W experts of a rank, T tokens of this rank (may differ per rank and
@@ -115,9 +176,10 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
         The interface follows Triton-distributed's "Expert Parallelism All-to-All (Intra-Node)".
     """
 
-    # EpAll2AllFusedOp changes both: tokens travel in input order; each row of the input is one token.
-    token_sorting = False
-    _copies = 1
+    is_of_module = False  # whether an EPMoE uses the layer: see ops.rows_to_trace
+    low_latency = None  # EPMoE: the LowLatencyAll2All of the modules that share the layer
+    may_decode = False  # EPMoE: whether calls without gradients create one by themselves
+
 
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
                  local_world_size=None, world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32,
@@ -143,7 +205,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
             self.capacity = None if capacity is None else integer("capacity", capacity)
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
-            self._allocate, self._rooms = allocator_of(self.device), {}
+            self._allocator, self._rooms = allocator_of(self.device), {}
             reserve_sms = integer("reserve_sms", reserve_sms)
             self._num_blocks = max_blocks(self.device, reserve_sms)
             self._check_options()
@@ -159,17 +221,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
         except Exception as error:
             refuse_layer(self.world, heap, error)
             raise
-        self._owns_heap = heap is None
-        if self._owns_heap:  # else ranks with different layers would only hear of different heap sizes
-            _C.layer_agree(self.world._c, self._config, 0)
-        self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
-        try:
-            self._c = _C.layer_create(self.heap._c, self._config)
-        except Exception:
-            with contextlib.suppress(Exception):  # all ranks fail here, so all close the heap of this layer
-                if self._owns_heap:
-                    self.heap.close()
-            raise
+        self._create(heap, num_bytes)
         self._recv_words = self.world_size * self.max_tokens * (1 + self.topk)
         self._plan_front = _C.plan_layout(self._config, 0)
         # The name of a layer in torch.ops.epmoe.*.  It has all that sizes depend on: a compiler that caches
@@ -271,18 +323,67 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
                                                  full_scatter_indices, layout, buffer)
         return self._dispatch_planned(layout, input, weight, num_rows)
 
-    @reported_after_plan(_C.OP_DISPATCH)
-    def _dispatch_planned(self, layout, input, weight, num_rows):
-        with_grad = requires_grad(input, weight)
-        if self._copies > 1:
-            input = input.repeat_interleave(self._copies, 0)
-        if with_grad or is_watched():
-            rows, row_weight, recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows,
-                                                  with_grad)
-        else:
-            rows, row_weight, recv = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows)
-        self._set_dispatched(layout, rows, recv)
-        return rows, cast(row_weight, self.weight_dtype), layout
+    def dispatch_fp8(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
+                     buffer=0):
+        """Send tokens to their experts' ranks in float8_e4m3fn, with their scales.  Collective.
+
+        A token is quantised once, at its rank, as quantize_fp8 does, and its H + 4 ceil(H / 128) bytes are
+        what crosses the link: about half of dispatch in 16 bits.  The rows are for grouped_gemm.  combine
+        then returns the results in the layer's dtype.  For inference: it has no gradients.
+
+        Args:
+            input: [T, H] of the layer's dtype, contiguous; H a multiple of 16.
+            exp_indices: As for dispatch, and so are all other arguments.
+            weight: As there.
+            full_scatter_indices: As there.
+            layout: As there.
+            buffer: As there.
+
+        Returns:
+            A tuple (rows, scales, row_weights, layout).  rows is [M, H] float8_e4m3fn, in the order of
+                dispatch's rows; scales is [M, ceil(H / 128)] float32, contiguous.  row_weights and layout are
+                as dispatch returns them.  With a capacity there are `capacity` rows.  Rows after the first M
+                and padding rows are zero, and so are their scales.
+
+        Raises:
+            RuntimeError: On this rank, when a gradient of input or weight is wanted.
+            ValueError: As dispatch, and for another H.
+            TypeError: As dispatch.
+            PeerError: On the other ranks, when one rank raises one of these.
+            EpMismatch: On all ranks, when they are not in the same call.
+            PeerDied: On all surviving ranks, when a rank dies.
+            EpTimeout: On all ranks, when one does not make the call before the timeout.
+            EpClosed: After finalize.
+            NotImplementedError: As dispatch.
+            EpIndexError: Without a layout, as preprocess.
+            EpOverflow: Without a layout, as preprocess.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> layer = epmoe.EPAll2AllLayer(epmoe.World(), 4, 128, 1, num_tot_experts=2, device="cpu")
+            >>> x = torch.tensor([[7.0], [3.5]]).expand(2, 128).bfloat16().contiguous()
+            >>> rows, scales, _, layout = layer.dispatch_fp8(x, torch.tensor([[1], [0]]))
+            >>> rows[:, 0].float(), scales
+            (tensor([448., 448.]), tensor([[0.0078],
+                    [0.0156]]))
+            >>> layer.finalize()
+
+        References:
+            DeepSeek-V3 Technical Report, section 3.3.2 (1x128 groups) and 3.3.3 (dispatch in FP8).
+        """
+        op = _C.OP_DISPATCH_FP8
+        try:
+            if requires_grad(*(t for t in (input, weight) if isinstance(t, torch.Tensor))):
+                raise RuntimeError("dispatch_fp8 has no gradients: call it under torch.no_grad(), or use "
+                                   "dispatch")
+            if self.hidden % 16:
+                raise ValueError(f"hidden {self.hidden}: dispatch_fp8 needs a multiple of 16")
+        except Exception as error:
+            self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
+        layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
+                                                 buffer)
+        return self._dispatch_fp8_planned(layout, input, weight, num_rows)
 
     def combine(self, input, layout, weight=None):
         """Return rows to their tokens' ranks and sum them there.  Collective.
@@ -337,15 +438,6 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, self._buffer_of(layout))
         return self._combine_checked(layout, input, weight)
-
-    @reported_after_plan(_C.OP_COMBINE)
-    def _combine_checked(self, layout, input, weight):
-        with_grad = requires_grad(input, weight)
-        if with_grad or is_watched():
-            return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer,
-                               layout.num_tokens, with_grad)
-        return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer,
-                             layout.num_tokens)[0]
 
     def ep_barrier_all(self, *, buffer=0):
         """Wait until all ranks have reached this call, in stream order.  Collective.
@@ -413,3 +505,307 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
         _C.layer_close(self._c)
         if self._owns_heap:
             self.heap.close()
+
+    # ---- creation ----
+
+    def _check_group(self, rank, world_size, local_world_size):
+        for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size),
+                                ("local_world_size", local_world_size, self.world_size)):
+            if got is not None and got != want:
+                raise ValueError(f"{name}={got}, but the group says {want} (a World is on one node; for "
+                                 f"several pass the process group): leave it out")
+
+    def _set_padding(self, expert_alignment, expert_capacity, host_counts):
+        """Set how many rows an expert has beside those that arrive, and whether the host is told."""
+        self.expert_alignment = integer("expert_alignment", expert_alignment)
+        if self.expert_alignment < 1:
+            raise ValueError(f"expert_alignment {expert_alignment}: must be at least 1")
+        if expert_capacity is not None:
+            self.expert_capacity = integer("expert_capacity", expert_capacity)
+            if self.expert_capacity < 1:
+                raise ValueError(f"expert_capacity {expert_capacity}: must be at least 1 row")
+            if self.capacity is not None:
+                raise ValueError(f"capacity {self.capacity} with expert_capacity {expert_capacity}: leave "
+                                 f"capacity out, it is the expert_capacity times the experts of a rank")
+            self.capacity = self.num_local_experts * self.expert_capacity
+        self.host_counts = bool(host_counts)
+        if self.host_counts and self.capacity is not None:
+            raise ValueError("host_counts with a capacity or an expert_capacity, with which the host reads "
+                             "nothing: leave one of them out")
+
+    def _check_options(self):
+        """Check the options of a subclass.  May change topk and max_tokens."""
+
+    # ---- checks ----
+
+    def _check_mode(self, buffer, exp_indices):
+        try:
+            check_mode()
+            if isinstance(exp_indices, torch.Tensor):
+                check_plain("exp_indices", exp_indices)
+        except Exception as error:
+            self._refuse(_C.OP_PLAN, error, buffer)
+
+    def _prepare(self, op, input, exp_indices, weight, full_scatter_indices, layout, buffer):
+        """Check the arguments of a dispatch, and make its plan if there is none.
+
+        Returns the layout, the weights in float32, and the number of output rows: -1 where the operation
+        itself reads it.
+        """
+        try:
+            check_mode(input, weight)
+            if layout is None:
+                self._check_tensor("input", input, self.dtype, (None, self.hidden))
+                if exp_indices is None:
+                    raise TypeError("exp_indices is None: pass them, or the layout of an earlier preprocess "
+                                    "or dispatch")
+                is_matrix = isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2
+                if is_matrix and exp_indices.shape[0] != input.shape[0]:
+                    raise ValueError(f"input has {input.shape[0]} tokens, but exp_indices has "
+                                     f"{exp_indices.shape[0]}: must be the same")
+            else:
+                self._check_layout(layout)
+                if buffer not in (0, layout.buffer):
+                    raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}: "
+                                     f"leave buffer out")
+                self._check_tensor("input", input, self.dtype,
+                                   (layout.num_tokens // self._copies, self.hidden))
+            if weight is not None:
+                self._check_tensor("weight", weight, None, (input.shape[0], self.topk * self._copies))
+                weight = cast(weight, torch.float32)
+                if self._copies > 1:
+                    weight = self._by_choice("weight", weight, self.max_tokens // self._copies)
+        except Exception as error:
+            self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
+        if layout is None:
+            self._check_buffer(_C.OP_PLAN, buffer)
+            layout = self._make_layout(exp_indices, full_scatter_indices, buffer)
+            if self.host_counts:  # now, because for an older plan the host waits for the stream
+                self._read_rows(layout)
+        unknown = layout._num_rows is None and self.capacity is None
+        num_rows = -1 if unknown else self.capacity or layout._num_rows
+        return layout, weight, num_rows
+
+    def _check_layout(self, layout):
+        if not isinstance(layout, EPLayout):
+            raise TypeError(f"layout: wanted an EPLayout, got {type(layout).__name__}")
+        if layout.layer is not self:
+            raise ValueError("the layout belongs to another layer: pass one that this layer's preprocess or "
+                             "dispatch returned")
+
+    def _check_dispatched(self, layout):
+        self._check_layout(layout)
+        if layout.recv is None:
+            raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
+                             "dispatch(layout=...) first")
+
+    def _check_product(self, gemm_weight, rows, columns, bias, activation):
+        """Check gemm_weight [L, rows, columns], where None is any size, the bias and the activation."""
+        self._check_tensor("gemm_weight", gemm_weight, self.dtype, (self.num_local_experts, rows, columns))
+        check_activation(activation, gemm_weight.shape[1])
+        if bias is not None:
+            self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
+
+    def _buffer_of(self, layout, buffer=0):
+        """Return the buffer of a call, for _refuse.  Another layer's layout says nothing about this layer."""
+        return layout.buffer if getattr(layout, "layer", None) is self else buffer
+
+    # ---- calls of the module; ops.py makes operators of them ----
+
+    def _empty(self, *sizes, dtype=None):
+        """Return an uninitialised tensor of one or two dimensions, of the layer's dtype or another."""
+        return self._allocator()(sizes, (*sizes[1:], 1), dtype or self.dtype)
+
+    def _plan(self, exp_indices, scatter, buffer):
+        try:
+            has_tokens = isinstance(exp_indices, torch.Tensor) and exp_indices.dim()
+            num_tokens = min(exp_indices.size(0), self.max_tokens) if has_tokens else 0
+            plan = self._empty(self._plan_words(num_tokens), dtype=torch.int32)
+        except Exception as error:
+            self._refuse(_C.OP_PLAN, error, buffer)
+        _C.layer_plan(self._c, buffer, (exp_indices, scatter, plan))
+        return plan
+
+    def _plan_words(self, num_tokens):
+        """Return the length of a plan, as ep_plan_layout computes it.
+
+        num_tokens may be a tracer's symbol.
+        """
+        words_of_tokens = (num_tokens + 3) // 4 * 4 * (3 * self.topk + 2 * self.world_size)
+        return self._plan_front["num_words"] + words_of_tokens
+
+    def _num_rows(self, plan, buffer):
+        return _C.layer_num_rows(self._c, buffer, plan)
+
+    def _make_layout(self, exp_indices, scatter, buffer):
+        """Launch a plan.  Its layout does not have the number of rows yet: see _read_rows."""
+        self._check_mode(buffer, exp_indices)
+        if is_watched():
+            plan = ops.plan(self, exp_indices, scatter, buffer)
+        else:
+            plan = self._plan(exp_indices, scatter, buffer)
+        return EPLayout(self, plan, exp_indices.shape[0], buffer)
+
+    def _read_rows(self, layout):
+        """Wait until the plan of a layout has the number of rows.  Returns the layout, which knows it then.
+
+        Raises the plan's error.  With a capacity, and where a compiler traces, only the device learns the
+        number, and this does nothing.
+        """
+        if layout._num_rows is not None or self.capacity is not None or is_watched():
+            return layout
+        if self.host_counts:
+            layout._expert_rows = _C.layer_expert_rows(self._c, layout.buffer, layout.plan)
+            layout._num_rows = sum(layout._expert_rows)
+        else:
+            layout._num_rows = self._num_rows(layout.plan, layout.buffer)
+        return layout
+
+    @reported_after_plan(_C.OP_DISPATCH)
+    def _dispatch_planned(self, layout, input, weight, num_rows):
+        with_grad = requires_grad(input, weight)
+        if self._copies > 1:
+            input = input.repeat_interleave(self._copies, 0)
+        if with_grad or is_watched():
+            rows, row_weight, recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows,
+                                                  with_grad)
+        else:
+            rows, row_weight, recv = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows)
+        self._set_dispatched(layout, rows, recv)
+        return rows, cast(row_weight, self.weight_dtype), layout
+
+    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False, kept_for=0):
+        """kept_for: with_grad, as for _run_dispatch; 0 if there are no weights."""
+        def make(n):
+            row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
+            recv = self._empty(self._recv_words, dtype=torch.int32)
+            return [self._empty(n, self.hidden), row_weight], [recv]
+
+        def launch(outputs, others, awaits_rows):
+            return _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad,
+                                                       awaits_rows))
+
+        call = plan, buffer, x.shape[0]
+        (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,
+                                                         kept_for if with_grad else None)
+        return rows, row_weight, recv
+
+    @reported_after_plan(_C.OP_DISPATCH_FP8)
+    def _dispatch_fp8_planned(self, layout, input, weight, num_rows):
+        x, x_scale = quantize_fp8(input.contiguous())
+        if self._copies > 1:
+            x, x_scale = x.repeat_interleave(self._copies, 0), x_scale.repeat_interleave(self._copies, 0)
+        if is_watched():
+            rows, scales, row_weight, recv = torch.ops.epmoe.dispatch_fp8(
+                x, x_scale, weight, layout.plan, self.id, layout.buffer, num_rows)
+            row_weight = None if weight is None else row_weight
+        else:
+            rows, scales, row_weight, recv = self._dispatch_fp8(x, x_scale, weight, layout.plan,
+                                                                layout.buffer, num_rows)
+        self._set_dispatched(layout, rows, recv)
+        return rows, scales, cast(row_weight, self.weight_dtype), layout
+
+    def _dispatch_fp8(self, x, x_scale, weight, plan, buffer, num_rows):
+        """Allocate the outputs and call the module."""
+        x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8, so the module gets bytes
+
+        def make(n):
+            *outputs, recv = self._fp8_outputs(weight, n, by_row=True)
+            return outputs, [recv]
+
+        def launch(outputs, others, awaits_rows):
+            return _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others,
+                                                           awaits_rows))
+
+        call = plan, buffer, x.shape[0]
+        (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch)
+        return rows.view(torch.float8_e4m3fn), row_scale, row_weight, recv
+
+    def _fp8_outputs(self, weight, num_rows, by_row):
+        """Allocate what a dispatch writes: the rows as bytes, their scales, their weights or None, and recv.
+
+        by_row: The scales of a row are next to each other in memory, else those of a group.
+        """
+        rows = self._empty(num_rows, self.hidden, dtype=torch.uint8)
+        groups = -(-self.hidden // FP8_BLOCK)
+        if by_row:
+            row_scale = self._empty(num_rows, groups, dtype=torch.float32)
+        else:
+            row_scale = self._empty(groups, num_rows, dtype=torch.float32).t()
+        row_weight = None if weight is None else self._empty(num_rows, dtype=torch.float32)
+        return rows, row_scale, row_weight, self._empty(self._recv_words, dtype=torch.int32)
+
+    def _set_dispatched(self, layout, rows, recv):
+        """Give a layout what its dispatch has returned: the received rows, and recv."""
+        layout.recv = recv
+        if self.capacity is None and not is_watched():
+            layout._num_rows = rows.shape[0]
+
+    def _run_dispatch(self, call, num_rows, make, launch, kept_for=None):
+        """Run a dispatch.  Returns its outputs.
+
+        call: the plan, the buffer and the number of tokens.  make(n): returns the outputs, a
+        list of tensors with n rows, and a list of other tensors.  launch(outputs, others, awaits_rows): calls
+        the module, and returns what it returns.  kept_for: None, or the address of the weights for whose
+        backward the outputs are kept.
+        """
+        plan, buffer, _ = call
+        if num_rows < 0:
+            made = self._run_ahead(call, make, launch, kept_for)
+            if made is not None:
+                return made
+        if num_rows < 0:
+            num_rows = self._num_rows(plan, buffer)
+        made = make(num_rows)
+        launch(*made, 0)
+        return made
+
+    def _run_ahead(self, call, make, launch, kept_for):
+        """Prepare a dispatch before the number of rows is known.  Returns its outputs.
+
+        Returns None, and launches nothing, if there are more rows than room, or no memory for the room, or if
+        the outputs are kept and more than an eighth of them would have no rows.
+        """
+        plan, buffer, num_tokens = call
+        key = num_tokens.bit_length(), kept_for  # in _rooms: the number of rows to make room for
+        room = self._rooms.get(key, 0)
+        if room == NO_ROOM:
+            return None
+        try:
+            made = make(room)
+        except Exception:  # no memory for so many rows, but perhaps for as many as are needed
+            self._rooms[key] = NO_ROOM  # torch frees all memory that it caches before it gives up
+            return None
+        is_kept = kept_for is not None
+        awaits_rows = 1 + room // 8 if is_kept else ANY_ROOM
+        num_rows, is_launched, _ = launch(*made, awaits_rows)
+        too_large = room - num_rows >= awaits_rows
+        if len(self._rooms) >= MOST_ROOMS and key not in self._rooms:
+            self._rooms.clear()
+        self._rooms[key] = room_after(room, num_rows, is_kept, too_large)
+        if not is_launched:
+            return None
+        for t in made[0] if num_rows < room else ():
+            if t is not None:
+                t.resize_(num_rows, *t.shape[1:])
+        return made
+
+    @reported_after_plan(_C.OP_COMBINE)
+    def _combine_checked(self, layout, input, weight):
+        with_grad = requires_grad(input, weight)
+        if with_grad or is_watched():
+            return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer,
+                               layout.num_tokens, with_grad)
+        return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer,
+                             layout.num_tokens)[0]
+
+    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False,
+                 biases=(None, None), by_choice=False):
+        """biases, by_choice: see EP_ARGS_combine of csrc/protocol/ops.h."""
+        out = self._empty(num_tokens, self.hidden)
+        out_scalar = None
+        if row_scalar is not None:
+            out_scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
+        _C.layer_combine(self._c, buffer, (rows, row_weight, row_scalar, *biases, plan, recv, out, out_scalar,
+                                           with_grad, by_choice))
+        return out, out_scalar

@@ -18,7 +18,7 @@ from epmoe.bench.gemm_fp8 import E4M3, dequantized, heavy_tailed
 from epmoe.bench.layer import DECODE, alternate, record_layer
 from epmoe.bench.measure import slowest
 from epmoe.gemm.grouped import FP8_BLOCK
-from epmoe.moe import moe_fp8
+from epmoe.moe import fp8 as moe_fp8
 from epmoe.reference import activate
 
 RANKS = 4  # a rank that is alone computes as one of them

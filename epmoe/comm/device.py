@@ -62,25 +62,6 @@ def stream_of(device):
         raise
 
 
-def allocator_of(device):
-    """Return a function (sizes, strides, dtype) that allocates an uninitialised tensor on the device.
-
-    The tensor comes from torch's allocator.  Where torch has the function that the code of its compiler
-    calls, a tensor costs the host 1.0 us instead of 1.7 (E-103).  That function allocates on the current
-    device, and does not fill the memory as torch.use_deterministic_algorithms() wants it.
-    """
-    fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    is_deterministic = torch._C._get_deterministic_algorithms
-    current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: None
-
-    def allocate(sizes, strides, dtype):
-        if fast is None or is_deterministic() or current_device() != device.index:
-            return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-        return fast(sizes, strides, dtype)
-
-    return allocate
-
-
 def integer(name, value):
     """Return a number as an int.  Raises TypeError for what is none, ValueError for one with a fraction."""
     try:

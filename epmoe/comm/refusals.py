@@ -1,7 +1,7 @@
 """How an error of this rank reaches the other ranks, whatever raised it, and wherever in a call.
 
 A rank that raises before its operation begins would leave the others waiting.  So it refuses the operation
-that they are about to enter (LayerParts._refuse), once: an exception of which they know is marked.  The
+that they are about to enter (CollectiveLayer._refuse), once: an exception of which they know is marked.  The
 module marks those of its operations, _refuse_now those that it reports.  So blocks that report may be nested,
 and an outer one finds what none of the inner ones has seen.
 

@@ -22,7 +22,7 @@ _ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3, "geglu_tanh": 6, 
 _SWIGLU_NUMBERS = (4, 5)  # by the offset of SwiGLU
 _NAMES = {number: name for name, number in _ACTIVATIONS.items()}
 # What as_kernel returns for an activation that is a name or None.
-_KERNELS = {name: (number, *(gpt_oss_numbers(name) or (0.0, 0.0))) for name, number in _ACTIVATIONS.items()}
+KERNELS = {name: (number, *(gpt_oss_numbers(name) or (0.0, 0.0))) for name, number in _ACTIVATIONS.items()}
 SWIGLU = _ACTIVATIONS["swiglu"]
 GATED = (2, 3, 4, 5, 6)  # activations that halve the columns
 FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
@@ -34,13 +34,13 @@ def as_kernel(activation):
 
     Raises ValueError for an unknown activation.
     """
-    if isinstance(activation, (str, type(None))) and activation in _KERNELS:
-        return _KERNELS[activation]
+    if isinstance(activation, (str, type(None))) and activation in KERNELS:
+        return KERNELS[activation]
     is_gated(activation)  # raises
     if numbers := gpt_oss_numbers(activation):
         return _ACTIVATIONS["gpt_oss"], *numbers
     if activation == SwiGLU():
-        return _KERNELS["swiglu"]
+        return KERNELS["swiglu"]
     return _SWIGLU_NUMBERS[int(activation.offset)], float(activation.alpha), float(activation.limit)
 
 

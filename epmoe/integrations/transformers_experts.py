@@ -12,7 +12,7 @@ import torch
 
 from .. import _C
 from ..a2a.fused import EpAll2AllFusedOp, fuses
-from ..a2a.layer_parts import refuse_layer, together, world_of
+from ..a2a.base import refuse_layer, together, world_of
 from ..comm.world import thread_worlds
 from ..gemm.activations import GptOss, SwiGLU, activate
 from ..gemm.grouped import grouped_gemm

@@ -10,7 +10,7 @@ import torch
 
 from ..gemm.activations import gpt_oss_numbers, is_gated
 from ..torch_modes import writing
-from . import moe_fp8
+from . import fp8
 from .shards import is_dtensor
 
 _KEY = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|weight_scale_inv|bias)")
@@ -133,8 +133,8 @@ class _Loader:
         if not self.moe.is_fp8:
             to.copy_(t)
             return
-        to_scales = self._at(name + moe_fp8.SCALE, i, projection)
-        if t.dtype == moe_fp8.E4M3:
+        to_scales = self._at(name + fp8.SCALE, i, projection)
+        if t.dtype == fp8.E4M3:
             scales = self._get(key + "weight_scale_inv", to_scales)
             if scales is None:
                 return
@@ -142,14 +142,14 @@ class _Loader:
             self.errors.append(f"{key}weight_scale_inv: is given, but the weights are {t.dtype}.")
             return
         else:
-            t, scales = (q[0] for q in moe_fp8.quantize_fp8_weight(t.detach().to(to.device)[None]))
+            t, scales = (q[0] for q in fp8.quantize_fp8_weight(t.detach().to(to.device)[None]))
         to.copy_(t)
         to_scales.copy_(scales)
 
 
 def error_of_dtype(moe, t):
     """Return what is wrong with the dtype of weights, or None.  torch would cast FP8 without its scales."""
-    if t.dtype.itemsize != 1 or (moe.is_fp8 and t.dtype == moe_fp8.E4M3):
+    if t.dtype.itemsize != 1 or (moe.is_fp8 and t.dtype == fp8.E4M3):
         return None
     if moe.is_fp8:
         return f"wanted torch.float8_e4m3fn, or 16 or 32 bits to quantise, got {t.dtype}."
@@ -176,7 +176,7 @@ def quantized(moe, own, prefix, state_dict, errors):
 
     own: {key: what this rank keeps}; changed in place.
     """
-    for name in moe_fp8.WEIGHTS:
+    for name in fp8.WEIGHTS:
         key, p = prefix + name, getattr(moe, name)
         t = own.get(key)
         if not isinstance(t, torch.Tensor):
@@ -184,10 +184,10 @@ def quantized(moe, own, prefix, state_dict, errors):
         if (wrong := error_of_dtype(moe, t)) is not None:
             errors.append(f"{key}: {wrong}")
             own[key] = p
-        elif moe.is_fp8 and t.dtype != moe_fp8.E4M3 and t.shape == p.shape and t is not p:
-            if key + moe_fp8.SCALE in state_dict:
-                errors.append(f"{key}{moe_fp8.SCALE}: is given, but {name} is {t.dtype}.")
+        elif moe.is_fp8 and t.dtype != fp8.E4M3 and t.shape == p.shape and t is not p:
+            if key + fp8.SCALE in state_dict:
+                errors.append(f"{key}{fp8.SCALE}: is given, but {name} is {t.dtype}.")
                 continue
             with torch.no_grad():
-                q, scales = moe_fp8.quantize_fp8_weight(t.detach().to(p.device))
-            own[key], own[key + moe_fp8.SCALE] = q, scales
+                q, scales = fp8.quantize_fp8_weight(t.detach().to(p.device))
+            own[key], own[key + fp8.SCALE] = q, scales

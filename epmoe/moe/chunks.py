@@ -1,6 +1,7 @@
 """In how many chunks an EPMoE over several nodes moves its tokens."""
 
 import dataclasses
+import functools
 
 import torch
 
@@ -66,60 +67,53 @@ def choose_chunks(max_tokens, hidden, inner, num_experts, topk, num_nodes, local
     return min(CHUNKS, key=seconds)
 
 
-class Chunks:
-    """The part of EPMoE that says in how many chunks tokens cross between nodes."""
+def _check_fixed(num_chunks, rail_capacity):
+    if (num_chunks or 1) > 1:
+        raise ValueError(f"num_chunks {num_chunks} with rail_capacity {rail_capacity}: exchanges of fixed "
+                         f"sizes have one chunk: leave one of them out")
 
-    def _init_chunks(self, num_chunks, world, options):
-        """Take num_chunks of a new module with the options of its layer.  Raises TypeError or ValueError."""
-        self.num_chunks = check_num_chunks(num_chunks)
-        rail_capacity = options.get("rail_capacity")
-        if rail_capacity is not None and getattr(world, "num_nodes", 1) > 1:
-            self._check_fixed(rail_capacity)
-        self._chosen = {}  # arguments of choose_chunks -> its result
 
-    def _with_room(self, world, options, sizes):
-        """Return the options of a new layer: with SMs for NCCL's kernels, if any call may have chunks.
+def reserved_sms(num_chunks, world, rail_capacity, reserve_sms, sizes):
+    """Return the reserve_sms of a new layer: with SMs for NCCL's kernels, if any call may have chunks.
 
-        sizes: T, H, I, E and K.
-        """
-        if (getattr(world, "num_nodes", 1) == 1 or self.num_chunks == 1
-                or options.get("rail_capacity") is not None):
-            return options
-        of_world = world.num_nodes, world.local_size
-        try:
-            if self.num_chunks is None and all(choose_chunks(*map(int, sizes), *of_world, trains) == 1
-                                               for trains in (False, True)):
-                return options
-        except (TypeError, ValueError, ArithmeticError):  # the layer will say what is wrong with the sizes
-            return options
-        return options | {"reserve_sms": max(RESERVE_SMS, options.get("reserve_sms") or 0)}
+    sizes: T, H, I, E and K.
+    """
+    if getattr(world, "num_nodes", 1) == 1:
+        return reserve_sms
+    if rail_capacity is not None:
+        _check_fixed(num_chunks, rail_capacity)
+        return reserve_sms
+    if num_chunks == 1:
+        return reserve_sms
+    try:
+        sizes = *map(int, sizes), world.num_nodes, world.local_size
+        if num_chunks is None and all(choose_chunks(*sizes, trains) == 1 for trains in (False, True)):
+            return reserve_sms
+    except (TypeError, ValueError, ArithmeticError):  # the layer will say what is wrong with the sizes
+        return reserve_sms
+    return max(RESERVE_SMS, reserve_sms or 0)
 
-    def _check_fixed(self, rail_capacity):
-        if (self.num_chunks or 1) > 1:
-            raise ValueError(f"num_chunks {self.num_chunks} with rail_capacity {rail_capacity}: exchanges of "
-                             f"fixed sizes have one chunk: leave one of them out")
 
-    def _check_room(self, layer):
-        """Check a shared layer."""
-        if layer.rail_capacity is not None and getattr(layer, "num_nodes", 1) > 1:
-            self._check_fixed(layer.rail_capacity)
-        if (self.num_chunks or 1) > 1 and not getattr(layer, "leaves_sms", True):
-            raise ValueError(f"num_chunks {self.num_chunks}: the shared layer leaves no SMs to NCCL, which "
-                             f"works at the same time: create it with reserve_sms={RESERVE_SMS}, or pass "
-                             f"num_chunks=1")
+def check_layer(num_chunks, layer):
+    """Check a layer that a module shares.  Raises ValueError."""
+    if layer.rail_capacity is not None and getattr(layer, "num_nodes", 1) > 1:
+        _check_fixed(num_chunks, layer.rail_capacity)
+    if (num_chunks or 1) > 1 and not getattr(layer, "leaves_sms", True):
+        raise ValueError(f"num_chunks {num_chunks}: the shared layer leaves no SMs to NCCL, which works at "
+                         f"the same time: create it with reserve_sms={RESERVE_SMS}, or pass num_chunks=1")
 
-    def _num_chunks_of(self, gradients):
-        """Return the number of chunks of a call: the same on all ranks that make the same call."""
-        layer = self.layer
-        if layer.rail_capacity is not None or gradients and self._has_other_gradients:
-            return 1
-        if self.num_chunks is not None:
-            return self.num_chunks
-        if layer.device.type == "cpu" or not layer.leaves_sms or gradients and layer.dtype == torch.float32:
-            return 1
-        inner = self.down_proj.shape[2]
-        of = (layer.max_tokens // layer._copies, layer.hidden, inner, layer.num_experts,
-              layer.topk * layer._copies, layer.num_nodes, layer.world.local_size, gradients)
-        if of not in self._chosen:
-            self._chosen[of] = choose_chunks(*of)
-        return self._chosen[of]
+
+_choose = functools.cache(choose_chunks)
+
+
+def chunks_of_call(moe, gradients):
+    """Return the number of chunks of a call: the same on all ranks that make the same call."""
+    layer = moe.layer
+    if layer.rail_capacity is not None or gradients and moe._has_other_gradients:
+        return 1
+    if moe.num_chunks is not None:
+        return moe.num_chunks
+    if layer.device.type == "cpu" or not layer.leaves_sms or gradients and layer.dtype == torch.float32:
+        return 1
+    return _choose(layer.max_tokens // layer._copies, layer.hidden, moe.down_proj.shape[2], layer.num_experts,
+                   layer.topk * layer._copies, layer.num_nodes, layer.world.local_size, gradients)

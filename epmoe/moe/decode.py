@@ -3,24 +3,13 @@
 import torch
 
 from .. import _C
-from ..a2a.fused import EpAll2AllFusedOp, fuses
 from ..a2a.low_latency import LowLatencyAll2All
 from ..errors import HeapExhausted
-from ..gemm.grouped import aligned, as_kernel, grouped_gemm
-from ..torch_modes import is_traced, is_watched, requires_grad
-from . import experts as experts_ops, moe_fp8
+from ..gemm.grouped import KERNELS, as_kernel, grouped_gemm
+from ..torch_modes import is_traced, requires_grad
+from . import experts as experts_ops, fp8
 
-PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-MOST_TOKENS = 512  # of a rank in a layer that decodes by itself
 SPARE_BUFFERS = 32  # of the 256 communication buffers of a world
-
-
-def decodes(max_tokens, topk, num_experts, world_size):
-    """Whether calls of a layer of this shape, without gradients, take the low-latency path by themselves.
-
-    It depends on the shape alone, because all ranks must decide alike, whatever their numbers of tokens.
-    """
-    return max_tokens <= MOST_TOKENS and not fuses(max_tokens, topk, num_experts, world_size)
 
 
 class _Path(LowLatencyAll2All):
@@ -36,14 +25,6 @@ def create(layer, max_tokens, kind=LowLatencyAll2All):
                 reserve_sms=layer._config.reserve_sms)
 
 
-def decodes_alone(layer):
-    """Whether calls without gradients take the low-latency path by themselves."""
-    return (isinstance(layer, EpAll2AllFusedOp) and not layer.fused and layer.capacity is None
-            and layer.may_decode and layer._config.combine_mode == _C.COMBINE_LOCAL
-            and decodes(layer.max_tokens // layer._copies, layer.topk * layer._copies, layer.num_experts,
-                        layer.world_size))
-
-
 def path_of(layer, decode, is_fp8):
     """Return the LowLatencyAll2All that a call uses, or None: the layer's stages.
 
@@ -55,7 +36,7 @@ def path_of(layer, decode, is_fp8):
     """
     if decode is not None:
         return layer.low_latency if decode is True else None
-    if is_traced() or torch.is_grad_enabled() and not is_fp8 or not decodes_alone(layer):
+    if not layer.may_decode or torch.is_grad_enabled() and not is_fp8 or is_traced():
         return None
     if layer.low_latency is None:
         if layer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -80,20 +61,16 @@ def check_path(path, decode, *tensors):
                            "torch.no_grad(), outside of torch.compile")
 
 
-def run(moe, a2a, x, topk_idx, topk_weights):
-    """Dispatch, the experts of moe, and combine through a2a."""
-    try:
-        weights = gate_up, gate_up_bias, down, down_bias = [getattr(moe, name) for name in PARAMETERS]
-        at_once = not moe.is_fp8 and not is_watched() and experts_ops.takes(a2a, x, topk_weights, *weights)
-    except Exception as error:
-        a2a._refuse(_C.OP_LL_DISPATCH, error, 0)
+def run(moe, a2a, x, topk_idx, topk_weights, weights, at_once):
+    """Dispatch, the experts of moe, and combine through a2a.  at_once: in one call of the module."""
     if at_once:
         return _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights)
+    gate_up, gate_up_bias, down, down_bias = weights
     rows, scales, _, handle = a2a.dispatch(x, topk_idx, topk_weights, fp8=moe.is_fp8, layout="compact")
     try:
         offsets = handle.expert_offsets
         if moe.is_fp8:
-            y = moe_fp8.compute(moe, rows, scales, offsets)
+            y = fp8.compute(moe, rows, scales, offsets)
         else:
             h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias, activation=moe.activation)
             y = grouped_gemm(h, down, offsets=offsets, bias=down_bias)
@@ -103,19 +80,21 @@ def run(moe, a2a, x, topk_idx, topk_weights):
 
 
 def _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights):
-    """As run, in one call of the module."""
     gate_up, gate_up_bias, down, down_bias = weights
     try:
         a2a._check_idle(_C.OP_LL_DISPATCH, 0)
-        kernel = as_kernel(moe.activation)
-        allocate, hidden, inner = a2a._allocate, a2a.hidden, down.shape[2]
+        kernel = type(moe.activation) is str and KERNELS.get(moe.activation) or as_kernel(moe.activation)
+        allocate, hidden, inner = a2a._allocator(), a2a.hidden, down.shape[2]
         weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
+        if gate_up_bias is not None or down_bias is not None:
+            gate_up_bias, down_bias = (experts_ops.bias_of(a2a, b) for b in (gate_up_bias, down_bias))
+        x, weight, gate_up, gate_up_bias, down, down_bias = experts_ops.aligned_all(
+            x, weight, gate_up, gate_up_bias, down, down_bias)
         handle = allocate((a2a._handle_words,), (1,), torch.int32)
         counts = allocate((a2a.num_local_experts,), (1,), torch.int32)
-        rows, a = (allocate((a2a.capacity, n), (n, 1), a2a.dtype) for n in (hidden, inner))
+        rows = allocate((a2a.capacity, hidden), (hidden, 1), a2a.dtype)
+        a = allocate((a2a.capacity, inner), (inner, 1), a2a.dtype)
         y = allocate((x.shape[0], hidden), (hidden, 1), a2a.dtype)
-        x, weight, gate_up, down = aligned(x), aligned(weight), aligned(gate_up), aligned(down)
-        gate_up_bias, down_bias = experts_ops.bias_of(a2a, gate_up_bias), experts_ops.bias_of(a2a, down_bias)
         # The second product writes into the rows, which the first has read by then.
         _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, handle,
                                         rows, counts, a, rows, y, *kernel))

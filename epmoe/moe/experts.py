@@ -13,15 +13,14 @@ torch.ops.epmoe.experts and the two of its backward.
 import torch
 import torch.nn.functional as F
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from .. import _C
-from ..a2a.fused import EpAll2AllFusedOp
-from ..a2a.fused_ops import expert_offsets
-from ..a2a.layer_calls import ANY_ROOM, MOST_ROOMS, NO_ROOM, room_after
+from ..a2a.layer import ANY_ROOM, MOST_ROOMS, NO_ROOM, room_after
 from ..a2a.layout import EPLayout
-from ..a2a.ops import layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
-from ..comm.refusals import check_plain, reported_after_plan, reporting
-from ..gemm.grouped import GATED, WGRAD, aligned, as_kernel
+from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
+from ..comm.refusals import reported_after_plan, reporting
+from ..gemm.grouped import GATED, KERNELS, WGRAD, as_kernel
 from ..gemm.weight_gradients import gradient_of, sink_of
 from ..torch_modes import check_mode, implement, is_watched, requires_grad
 
@@ -37,17 +36,14 @@ lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight,
 lib.define("sum_of_rows(Tensor g, Tensor? row_weight, Tensor offsets) -> Tensor")
 
 
-def takes(layer, x, weight, gate_up, gate_up_bias, down, down_bias):
-    """Whether a call of a layer's experts takes this road.
+def takes(layer, gate_up, down):
+    """Whether the calls of a layer, or of a low-latency path, take this road with these weights.
 
-    A layer over several nodes does not: its rows come with the operations of the rail.  Nor does a compiled
-    call without gradients: its operators keep nothing for a backward.
+    A layer over several nodes does not: its rows come with the operations of the rail.
     """
-    return (getattr(layer, "nodes", None) is None and layer.dtype in (torch.bfloat16, torch.float16)
-            and layer._copies == 1 and gate_up.dim() == down.dim() == 3
-            and gate_up.is_contiguous() and down.is_contiguous()
-            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:]))
-            and (not is_watched() or requires_grad(x, weight, gate_up, gate_up_bias, down, down_bias)))
+    return (layer.nodes is None and layer.dtype in (torch.bfloat16, torch.float16) and layer._copies == 1
+            and gate_up.dim() == down.dim() == 3 and gate_up.is_contiguous() and down.is_contiguous()
+            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
 
 
 def _fits_kernels(*sizes):
@@ -55,23 +51,22 @@ def _fits_kernels(*sizes):
     return all(0 < n <= 1 << 24 and n % 16 == 0 for n in sizes)
 
 
-def run(layer, tokens, topk_idx, topk_weights, parameters, activation):
+def run(layer, tokens, topk_idx, topk_weights, parameters, activation, as_operators=False):
     """Plan, and apply the experts.  Returns (y, layout).
 
     parameters: gate_up [L, N, H], its bias or None, down [L, H, I], its bias or None.
+    as_operators: something must see operators.
     """
     layout = None
     try:
-        if is_watched() or peek_interpreter_stack() is not None:
+        if as_operators or peek_interpreter_stack() is not None:
             return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
-        kernel = as_kernel(activation)
-        check_mode(tokens, topk_weights, *parameters)
-        for name, t in zip(("x", "topk_idx", "topk_weights"), (tokens, topk_idx, topk_weights)):
-            if type(t) is not torch.Tensor:
-                check_plain(name, t)
+        kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
+        if forward_ad._current_level >= 0:
+            check_mode(tokens, topk_weights, *parameters)
         weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
-        plan = layer._empty(layer._plan_words(tokens.shape[0]), dtype=torch.int32)
-        layout = EPLayout(layer, plan, tokens.shape[0], 0)
+        empty = layer._allocator()
+        layout = EPLayout(layer, empty((layer._plan_words(len(tokens)),), (1,), torch.int32), len(tokens), 0)
         if requires_grad(tokens, weight, *parameters):
             return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel), layout
         y, *_ = _forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False)
@@ -96,24 +91,6 @@ def _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation
     return y, rows, recv
 
 
-def _is_fused(layer, columns, weight, trains):
-    """Whether the product of these weights shares a launch with the communication beside it.
-
-    columns: N of the gate and up weights [L, N, H].
-    """
-    if not isinstance(layer, EpAll2AllFusedOp):
-        return False
-    return layer._is_fused_training(weight, columns) if trains else layer._is_fused(weight)
-
-
-def _knobs(layer, fused):
-    """Return how a layer divides the work of fused kernels, as the module takes it."""
-    if not fused:
-        return False, 1, 0, False, 1, False
-    return (True, layer._move_sms, layer._tail_sms, not layer.block_wise_barrier, layer._reduce_sms,
-            layer.combine_order == "serial")
-
-
 # ---- calls of the module ----
 
 
@@ -121,12 +98,15 @@ def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, k
     """Run the experts.  Returns (y, rows, h, row_weight, recv).
 
     topk_idx: None if the plan is made already.  num_rows: -1 if only the plan has it.  keeps: for a backward.
-    Outputs are allocated before the number of rows is known: see layer_calls.py.  When the operations have
+    Outputs are allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
     gate_up, gate_up_bias, down, down_bias = parameters
+    if gate_up_bias is not None or down_bias is not None:
+        gate_up_bias, down_bias = bias_of(layer, gate_up_bias), bias_of(layer, down_bias)
+    x, weight, gate_up, gate_up_bias, down, down_bias = aligned_all(x, weight, gate_up, gate_up_bias, down,
+                                                                    down_bias)
     num_tokens, hidden, columns, inner = x.shape[0], layer.hidden, gate_up.shape[1], down.shape[2]
-    fused = _is_fused(layer, columns, gate_up, keeps) and inner % 16 == 0  # both products
     is_planned = topk_idx is None
     key = num_tokens.bit_length(), gate_up.data_ptr() if keeps else None
     room = layer.capacity if num_rows < 0 else num_rows
@@ -134,16 +114,17 @@ def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, k
     if not knows:
         room = layer._rooms.get(key, 0)
     is_hint = not knows and room != NO_ROOM  # room follows from earlier calls
-    empty = layer._empty
-    x, weight, gate_up, down = aligned(x), aligned(weight), aligned(gate_up), aligned(down)
-    gate_up_bias, down_bias = bias_of(layer, gate_up_bias), bias_of(layer, down_bias)
-    recv, y = empty(layer._recv_words, dtype=torch.int32), empty(num_tokens, hidden)
+    empty, dtype = layer._allocator(), layer.dtype
+    recv = empty((layer._recv_words,), (1,), torch.int32)
+    y = empty((num_tokens, hidden), (hidden, 1), dtype)
     while True:
         n = max(room, 0)
         try:
-            rows, row_weight, a = empty(n, hidden), empty(n, dtype=torch.float32), empty(n, inner)
-            h = empty(n, columns) if keeps else None
-            out_rows = empty(n, hidden) if keeps else rows  # which the first product has read by then
+            rows, a = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
+            row_weight = empty((n,), (1,), torch.float32)
+            h = empty((n, columns), (columns, 1), dtype) if keeps else None
+            # Else the rows, which the first product has read by then.
+            out_rows = empty((n, hidden), (hidden, 1), dtype) if keeps else rows
         except Exception:
             if not is_hint:
                 raise
@@ -153,8 +134,7 @@ def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, k
         awaits_rows = 0 if knows else 1 + n // 8 if keeps else ANY_ROOM
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, layout.plan, recv, rows, row_weight,
-            h, a, out_rows, y, *kernel, keeps, *_knobs(layer, fused), layer.token_sorting, is_planned,
-            awaits_rows))
+            h, a, out_rows, y, *kernel, keeps, is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
         if is_hint:
@@ -177,18 +157,17 @@ def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, k
 
 def _down(layer, dy, plan, down, down_bias, h, row_weight, kernel, buffer):
     """Run the first half of the backward.  Returns (g, d_h, weighted, dots): see protocol/ops.h."""
-    num_rows, columns = h.shape
-    empty = layer._empty
-    dy, down = aligned(dy), aligned(down)
-    g, weighted = empty(num_rows, layer.hidden), empty(num_rows, down.shape[2])
-    d_h = empty(num_rows, columns)
-    dots, recv = empty(num_rows, dtype=torch.float32), empty(layer._recv_words, dtype=torch.int32)
-    fused = _is_fused(layer, columns, down, True)
+    n, columns = h.shape
+    hidden, inner, dtype, empty = layer.hidden, down.shape[2], layer.dtype, layer._allocator()
+    dy, down = aligned_all(dy, down)
+    g, weighted = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
+    d_h, dots = empty((n, columns), (columns, 1), dtype), empty((n,), (1,), torch.float32)
+    recv = empty((layer._recv_words,), (1,), torch.int32)
     _C.layer_experts_down(layer._c, buffer, (dy, down, plan, h, row_weight, recv, g, weighted, d_h, dots,
-                                             *kernel, *_knobs(layer, fused)))
+                                             *kernel))
     if down_bias is not None:
         bias = F.pad(bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
-        dots += row_dots(g, bias[_expert_of_row(expert_offsets(layer, plan), num_rows)])
+        dots += row_dots(g, bias[_expert_of_row(expert_offsets(layer, plan), n)])
     return g, d_h, weighted, dots
 
 
@@ -199,19 +178,23 @@ def _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down, out_ro
     d_down, d_gate_up: where these gradients go, or None.  out_rows: for the rows of dx; may be g, whose
     product is done before they are.
     """
-    dx = layer._empty(num_tokens, layer.hidden)
-    d_weight = layer._empty(num_tokens, layer.topk, dtype=torch.float32)
-    d_h, gate_up, dots = aligned(d_h), aligned(gate_up), aligned(dots)
-    knobs = _knobs(layer, _is_fused(layer, gate_up.shape[1], gate_up, True))
-    fused, num_move, _, _, num_reduce, is_serial = knobs
+    hidden, topk, empty = layer.hidden, layer.topk, layer._allocator()
+    dx = empty((num_tokens, hidden), (hidden, 1), layer.dtype)
+    d_weight = empty((num_tokens, topk), (topk, 1), torch.float32)
+    d_h, gate_up, dots = aligned_all(d_h, gate_up, dots)
     _C.layer_experts_up(layer._c, buffer, (d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down,
-                                           out_rows, dx, d_weight, d_gate_up, fused, num_move, num_reduce,
-                                           is_serial))
+                                           out_rows, dx, d_weight, d_gate_up))
     return dx, d_weight
 
 
+def aligned_all(*tensors):
+    """Return what aligned does for each of the tensors."""
+    return [t if t is None or t.data_ptr() % 16 == 0 else t.clone() for t in tensors]
+
+
 def bias_of(layer, bias):
-    return None if bias is None else aligned(bias.to(layer.dtype).contiguous())
+    """Return a bias as the module takes it, or None."""
+    return None if bias is None else bias.to(layer.dtype).contiguous()
 
 
 def _expert_of_row(offsets, num_rows):

@@ -3,35 +3,133 @@
 import contextlib
 import functools
 import inspect
+import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import _C
+from ..a2a.base import refuse_layer, together, world_of
 from ..a2a.fused import EpAll2AllFusedOp
-from ..a2a.layer import EPAll2AllLayer
-from ..a2a.layer_parts import refuse_layer, together, world_of
 from ..comm.device import integer
+from ..comm.refusals import check_plain
+from ..errors import EpMismatch
+from ..gemm import wgrad  # noqa: F401  defines an operator
 from ..gemm.activations import is_gated
-from ..torch_modes import join_backward
-from . import decode as decoding, moe_fp8, moe_map
-from .chunks import Chunks
-from .moe_arguments import agree, check, check_shared, flatten, unflatten
-from .moe_parts import MoeParts
-from .parallel_parts import check_flat
+from ..gemm.grouped import grouped_gemm, is_transposed
+from ..gemm.weight_gradients import WeightGradients
+from ..torch_modes import is_watched, join_backward, requires_grad
+from . import checkpoint, chunks, decode as decoding, experts as experts_ops, fp8, guards, placement, shards
 from .placement import ExpertMap, check_num_physical
-from .shards import load_adopted, save, save_own
-from .training import GRADIENT_OPTIONS
 
-# Options of the two layers that EPMoE passes on.
-_LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)
-                  for name in inspect.signature(kind).parameters}
-_LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "device",
-                   "options"}
-_OWN_OPTIONS = ("num_physical", "weight_dtype", "num_chunks")
+_DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
+_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+_WEIGHTS = ("gate_up_proj", "down_proj")  # biases have ordinary gradients
+_DEFAULTS = inspect.signature(EpAll2AllFusedOp).parameters
 
 
-class EPMoE(MoeParts, Chunks, nn.Module):
+def agree(world, mine):
+    """Raise EpMismatch on all ranks if they have different experts.  Collective.
+
+    The layer does not know these arguments.  Without this check different experts would give wrong sums.
+    """
+    descriptions = world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
+    for rank, its in enumerate(descriptions):
+        if its != descriptions[0]:
+            its, first = (d.decode(errors="replace").rstrip() for d in (its, descriptions[0]))
+            raise EpMismatch(f"ranks disagree: rank {rank} has experts of {its}, rank 0 of "
+                             f"{first}. Create the module with the same arguments on all ranks.")
+
+
+def check_shared(layer, hidden, topk, num_physical, dtype):
+    """Raise ValueError if a module has other sizes than the layer that it shares."""
+    for name, got, want in (("hidden", hidden, layer.hidden), ("topk", topk, layer.topk * layer._copies),
+                            ("physical experts", num_physical, layer.num_experts),
+                            ("dtype", dtype, layer.dtype)):
+        if got != want:
+            raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
+
+
+def as_rows(layer, x, topk_idx, topk_weights):
+    """Return the three as [T, size], contiguous."""
+    topk = layer.topk * layer._copies
+    given = ("x", x, layer.hidden), ("topk_idx", topk_idx, topk), ("topk_weights", topk_weights, topk)
+    return [t if type(t) is torch.Tensor and t.layout is torch.strided and t.dim() == 2
+            and t.shape[1] == size and t.is_contiguous() else flatten(name, t, size)
+            for name, t, size in given]
+
+
+def flatten(name, t, size):
+    """Return [.., size] as [T, size], contiguous."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+    if t.is_nested or t.layout is not torch.strided:
+        raise ValueError(f"{name}: wanted a dense tensor, got one of layout "
+                         f"{'nested' if t.is_nested else t.layout}")
+    check_plain(name, t)
+    # a compiler cannot tell the other ranks: the layer checks it
+    if t.dim() and torch.compiler.is_compiling():
+        size = t.shape[-1]
+    if t.dim() == 0 or t.shape[-1] != size:
+        raise ValueError(f"{name}: wanted shape [.., {size}], got {list(t.shape)}")
+    return t.reshape(-1, size).contiguous()
+
+
+def unflatten(t, shape):
+    """Return t [T, H], which nothing else refers to, as [.., H].
+
+    Not as a view for autograd, because FSDP's hooks fail on `y += ...` of a view.
+    """
+    return torch.ops.aten._unsafe_view(t, (*shape[:-1], t.shape[-1]))
+
+
+def check(layer, most, x, topk_idx, topk_weights):
+    """Check what flatten has returned.  The layer would refuse it too, but under other names.
+
+    most: The most tokens of a call.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if x.dtype != layer.dtype:
+        raise TypeError(f"x: wanted {layer.dtype}, the dtype of the module, got {x.dtype}")
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"topk_idx: wanted int32 or int64, got {topk_idx.dtype}")
+    if not topk_weights.dtype.is_floating_point:
+        raise TypeError(f"topk_weights: wanted a floating-point dtype, got {topk_weights.dtype}")
+    for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        if t.device != layer.device:
+            raise ValueError(f"{name}: wanted a tensor on {layer.device}, where the module is, got one on "
+                             f"{t.device}")
+        if t.shape[0] != x.shape[0]:
+            raise ValueError(f"x has {x.shape[0]} tokens, but {name} has {t.shape[0]}: must be the same")
+    if x.shape[0] > most:
+        raise ValueError(f"x has {x.shape[0]} tokens: must be at most max_tokens, {most}")
+
+
+def _check_strides(**weights):
+    """Check what the layer would refuse, too, but under another name."""
+    for name, t in weights.items():
+        if not (t.is_contiguous() or t.dim() == 3 and is_transposed(t)):
+            raise ValueError(f"{name} must be contiguous, or the view transpose(1, 2) of a contiguous "
+                             f"tensor: call contiguous() on it")
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx, t, scale):
+        ctx.scale = scale
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.scale, None
+
+
+class EPMoE(nn.Module):
     """The experts of a Mixture-of-Experts layer, spread over the ranks.
 
     Letters: W ranks, E experts, P physical experts (E, rounded up to a multiple of W), L = P/W of a rank, K
@@ -83,15 +181,20 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         bias: Whether to have gate_up_proj_bias [L, 2I] and down_proj_bias [L, H].
         layer: None, or an EpAll2AllFusedOp or EPAll2AllLayer to share with other EPMoE modules of the same
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
-        **options: num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for
-            replicas.  weight_dtype: torch.float8_e4m3fn, or None: dtype.  delay_wgrad_compute: True: the
-            backward leaves the gradients of the weights to backward_dw.  fuse_wgrad_accumulation: True: add
-            the gradient of a weight p to p.main_grad, which the caller sets, a tensor of p's shape and of
-            float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.  num_chunks: over several
-            nodes, the number of chunks, 1 to 64, in which tokens cross while others are multiplied; None:
-            choose_chunks; see docs/nodes.md; only 1 with rail_capacity.  And
-            options of EpAll2AllFusedOp, for example capacity, the most rows that a rank can receive; with it,
-            and over nodes with rail_capacity, the host reads nothing.  None of them with `layer`.
+        num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for replicas.
+        weight_dtype: torch.float8_e4m3fn, or None: dtype.
+        delay_wgrad_compute: True: the backward leaves the gradients of the weights to backward_dw.
+        fuse_wgrad_accumulation: True: add the gradient of a weight p to p.main_grad, which the caller sets, a
+            tensor of p's shape and of float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.
+        num_chunks: Over several nodes, the number of chunks, 1 to 64, in which tokens cross while others are
+            multiplied; None: choose_chunks; see docs/nodes.md; only 1 with rail_capacity.
+        capacity: The most rows that a rank can receive.  With it, and over nodes with rail_capacity, the host
+            reads nothing.
+        rank, world_size, local_world_size: As for EpAll2AllFusedOp, and so are all that follow.  None of
+            them, nor capacity, with `layer`.
+        num_sm, enable_local_combine, combine_mode, num_tail_sms, num_reduce_sms, token_saving: As there.
+        token_sorting, block_wise_barrier, combine_order, fused, host_counts, num_buffers: As there.
+        reserve_sms, heap, timeout_s, rail_dtype, rail_capacity: As there.
 
     Attributes:
         gate_up_proj: A parameter.
@@ -111,7 +214,7 @@ class EPMoE(MoeParts, Chunks, nn.Module):
 
     Raises:
         ValueError: On this rank, for an argument out of range, or one that differs from the shared layer's.
-        TypeError: On this rank, for an unknown option, or options together with `layer`.
+        TypeError: On this rank, for options of a layer together with `layer`.
         EpMismatch: On all ranks, when they ask for different layers, inner sizes, activations or biases.
         PeerError: On the other ranks, when one rank raises ValueError or TypeError.
         HeapExhausted: On all ranks, when one of them has no room.
@@ -130,24 +233,41 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         >>> moe.finalize()
     """
 
-    def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *,
-                 max_tokens=4096, dtype=torch.bfloat16, device=None, bias=False, layer=None,
-                 **options):
+    _adopted = ()  # modules whose tensors belong to the experts, too
+
+    def __init__(self, hidden: int, inner: int, num_experts: int, topk: int, ep_group: Any = None,
+                 activation: Any = "swiglu", *, max_tokens: int = 4096, dtype: torch.dtype = torch.bfloat16,
+                 device: Any = None, bias: bool = False, layer: Any = None, num_physical: int | None = None,
+                 weight_dtype: torch.dtype | None = None, delay_wgrad_compute: bool = False,
+                 fuse_wgrad_accumulation: bool = False, num_chunks: int | None = None,
+                 capacity: int | None = None, rank: int | None = None, world_size: int | None = None,
+                 local_world_size: int | None = None, num_sm: int | None = None,
+                 enable_local_combine: bool = True, combine_mode: str = "scatter", num_tail_sms: int = 0,
+                 num_reduce_sms: int | None = None, token_saving: bool = True, token_sorting: bool = True,
+                 block_wise_barrier: bool = True, combine_order: str = "fuse_scatter",
+                 fused: bool | None = None, host_counts: bool = False, num_buffers: int = 1,
+                 reserve_sms: int = 0, heap: Any = None, timeout_s: float | None = None,
+                 rail_dtype: torch.dtype | None = None, rail_capacity: int | None = None) -> None:
         super().__init__()
-        num_physical, weight_dtype, num_chunks = (options.pop(n, None) for n in _OWN_OPTIONS)
-        gradients = {name: options.pop(name) for name in GRADIENT_OPTIONS if name in options}
-        if layer is not None and options:
-            raise TypeError(f"{', '.join(options)}: options of a new layer, but layer= passes one: "
+        options = {
+            "capacity": capacity, "rank": rank, "world_size": world_size,
+            "local_world_size": local_world_size, "num_sm": num_sm,
+            "enable_local_combine": enable_local_combine, "combine_mode": combine_mode,
+            "num_tail_sms": num_tail_sms, "num_reduce_sms": num_reduce_sms, "token_saving": token_saving,
+            "token_sorting": token_sorting, "block_wise_barrier": block_wise_barrier,
+            "combine_order": combine_order, "fused": fused, "host_counts": host_counts,
+            "num_buffers": num_buffers, "reserve_sms": reserve_sms, "heap": heap, "timeout_s": timeout_s,
+            "rail_dtype": rail_dtype, "rail_capacity": rail_capacity}
+        given = layer is not None and [n for n, v in options.items() if v != _DEFAULTS[n].default]
+        if given:
+            raise TypeError(f"{', '.join(given)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
-        heap = options.get("heap")
-        world = None
-        if layer is None:
-            world = world_of(ep_group, heap, options.get("timeout_s"), options.get("local_world_size"))
+        world = None if layer is not None else world_of(ep_group, heap, timeout_s, local_world_size)
         try:
-            if unknown := sorted(options.keys() - _LAYER_OPTIONS):
-                raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")
-            self._init_gradients(**gradients)
-            self._init_chunks(num_chunks, world, options)
+            self._weight_gradients = None
+            if delay_wgrad_compute or fuse_wgrad_accumulation:
+                self._weight_gradients = WeightGradients(delay_wgrad_compute, fuse_wgrad_accumulation)
+            self.num_chunks = chunks.check_num_chunks(num_chunks)
             bias = bool(bias)
             halves = 1 + is_gated(activation)  # raises for an unknown activation
             inner = integer("inner", inner)
@@ -155,26 +275,29 @@ class EPMoE(MoeParts, Chunks, nn.Module):
                 raise ValueError(f"inner {inner}: must be positive")
             num_experts = integer("num_experts", num_experts)
             num_physical = check_num_physical(num_experts, (world or layer.world).size, num_physical)
-            weight_dtype = moe_fp8.check_weight_dtype(weight_dtype, dtype, hidden, inner, activation)
-            if weight_dtype == moe_fp8.E4M3 and self._has_other_gradients:
-                raise ValueError(f"{' and '.join(GRADIENT_OPTIONS)}: weights in FP8 have no gradients: leave "
-                                 f"these options out")
+            weight_dtype = fp8.check_weight_dtype(weight_dtype, dtype, hidden, inner, activation)
+            if weight_dtype == fp8.E4M3 and self._has_other_gradients:
+                raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation: weights in FP8 have no "
+                                 "gradients: leave these options out")
+            if world is not None:
+                sizes = max_tokens, hidden, inner, num_physical, topk
+                reserve_sms = chunks.reserved_sms(self.num_chunks, world, rail_capacity, reserve_sms, sizes)
         except Exception as error:
             if world is not None:
                 refuse_layer(world, heap, error)
             raise
         self.activation = activation
         self.weight_dtype = weight_dtype
+        self.is_fp8 = weight_dtype == fp8.E4M3
         self.num_experts = num_experts
         sizes = halves * inner, inner
         if layer is not None:
             check_shared(layer, hidden, topk, num_physical, dtype)
-            self._check_room(layer)
+            chunks.check_layer(self.num_chunks, layer)
             self._make(layer, *sizes, bias)
         else:
-            options = self._with_room(world, options, (max_tokens, hidden, inner, num_physical, topk))
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_physical,
-                                     dtype=dtype, device=device, **options)
+                                     dtype=dtype, device=device, **options | {"reserve_sms": reserve_sms})
             try:
                 with together(layer.world):
                     self._make(layer, *sizes, bias)
@@ -201,7 +324,7 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         bias_shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
         self._make_parameters(shapes, bias_shapes, bias)
         self.reset_parameters()
-        self.register_state_dict_post_hook(save_own)
+        self.register_state_dict_post_hook(shards.save_own)
 
     def reset_parameters(self):
         """Fill each parameter with uniform numbers in +-1/sqrt(fan-in).  Not collective.
@@ -225,7 +348,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             self._fill(int(torch.randint(1 << 40, (), device="cpu")))
 
     @classmethod
-    def from_experts(cls, experts, ep_group=None, *, topk=None, **options):
+    def from_experts(cls, experts: nn.Module, ep_group: Any = None, *, topk: int | None = None,
+                     **options: Any) -> "EPMoE":
         """Make an EPMoE of the experts of a transformers model, which hold all E experts.  Collective.
 
         Args:
@@ -324,7 +448,7 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             [0, 1, 1]
             >>> moe.finalize()
         """
-        moe_map.set_expert_map(self, expert_map)
+        placement.set_expert_map(self, expert_map)
 
     def adopt(self, module):
         """Let the parameters and buffers below another module belong to this one's experts.  Not collective.
@@ -359,8 +483,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             raise ValueError(f"adopt: {wrong}: its tensors belong to experts in any case")
         self._adopted = *self._adopted, module
         # partial, not a closure: a deep copy of both modules then refers to the copies
-        module.register_state_dict_post_hook(functools.partial(save, self))
-        module.register_load_state_dict_pre_hook(functools.partial(load_adopted, self))
+        module.register_state_dict_post_hook(functools.partial(shards.save, self))
+        module.register_load_state_dict_pre_hook(functools.partial(shards.load_adopted, self))
 
     def forward(self, x, topk_idx, topk_weights, *, decode=None):
         """Apply the experts to tokens.  Collective, also for a rank without tokens.
@@ -408,48 +532,144 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             torch.Size([2, 3, 16])
             >>> moe.finalize()
         """
-        if self._has_other_gradients and torch.compiler.is_compiling():
+        if self._weight_gradients is not None and torch.compiler.is_compiling():
             return self._run_untraced(x, topk_idx, topk_weights, decode)
         return self._run(x, topk_idx, topk_weights, decode)
 
     def _run(self, x, topk_idx, topk_weights, decode):
-        topk = self.layer.topk * self.layer._copies
-        path = decoding.path_of(self.layer, decode, self.is_fp8)
+        layer = self.layer
+        path = decoding.path_of(layer, decode, self.is_fp8)
         try:
             ddp = DistributedDataParallel._active_ddp_module
             if ddp is not None and id(ddp) != self._checked_ddp:
                 self._check_ddp(ddp)
-            tokens = flatten("x", x, self.layer.hidden)
-            topk_idx = flatten("topk_idx", topk_idx, topk)
-            topk_weights = flatten("topk_weights", topk_weights, topk)
-            if torch.is_autocast_enabled(self.layer.device.type):
-                tokens = tokens.to(self.layer.dtype)
-            if torch.Tensor in map(type, (self.gate_up_proj, self.down_proj)):
-                check_flat(self)
-            moe_fp8.check_parameters(self)
-            if self.is_fp8:
-                moe_fp8.check_gradients(self, x, topk_weights)
+            watched = is_watched()
+            tokens, topk_idx, topk_weights = as_rows(layer, x, topk_idx, topk_weights)
+            if torch.is_autocast_enabled(layer.device.type):
+                tokens = tokens.to(layer.dtype)
+            self._check_parameters(x, topk_weights)
             if decode is not None:
                 decoding.check_path(path, decode, tokens, topk_weights, *self.parameters())
-            most = self.layer.max_tokens // self.layer._copies if path is None else path.max_tokens
-            check(self.layer, most, tokens, topk_idx, topk_weights)
-            self._begin_gradients()
+            if self._weight_gradients is not None:
+                self._begin_gradients()
+            weights = self._weights()
+            # Without gradients, compiled code has operators that keep nothing for a backward.
+            at_once = (not self.is_fp8 and experts_ops.takes(path or layer, weights[0], weights[2])
+                       and (not watched or path is None and requires_grad(tokens, topk_weights, *weights)))
+            if not at_once or watched or self.expert_map is not None:  # else the module of C checks them
+                check(layer, layer.max_tokens // layer._copies if path is None else path.max_tokens, tokens,
+                      topk_idx, topk_weights)
             if self.expert_map is not None:
                 self._check_gradients()
-                topk_idx = self.expert_map.physical(topk_idx, self.layer.rank)
+                topk_idx = self.expert_map.physical(topk_idx, layer.rank)
             if path is not None:
                 self.last_layout = None
-            elif torch.compiler.is_compiling() and tokens.shape[1] != self.layer.hidden:
+            elif torch.compiler.is_compiling() and tokens.shape[1] != layer.hidden:
                 tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced
-            else:
+            elif (not at_once or watched) and torch.is_grad_enabled():
                 tokens = join_backward(tokens, topk_weights, *self.parameters())
         except Exception as error:
             self._refuse(error, path)
         if path is not None:
-            return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
-        y, layout = self.layer._apply(self, tokens, topk_idx, topk_weights)
-        self._set_last_layout(layout)
-        return unflatten(y, x.shape)
+            y = decoding.run(self, path, tokens, topk_idx, topk_weights, weights, at_once)
+        else:
+            if layer.nodes is not None:
+                y, layout = layer._apply(self, tokens, topk_idx, topk_weights)
+            elif at_once:
+                y, layout = experts_ops.run(layer, tokens, topk_idx, topk_weights, weights, self.activation,
+                                            watched)
+            else:
+                y, layout = self._compute(layer, tokens, topk_idx, topk_weights, weights)
+            if not torch.compiler.is_compiling():  # recomputed compiled code must not do this
+                self.last_layout = layout
+        return y if x.dim() == 2 else unflatten(y, x.shape)
+
+    def _check_parameters(self, x, topk_weights):
+        """Raise an error for parameters that are not as created, and for gradients of experts in FP8."""
+        gate_up, down, device = self.gate_up_proj, self.down_proj, self.layer.device
+        if (type(gate_up) is type(down) is nn.Parameter and gate_up.device == down.device == device
+                and gate_up.dtype == down.dtype == self.layer.dtype and not self.is_fp8):
+            return
+        if torch.Tensor in map(type, (gate_up, down)):
+            guards.check_flat(self)
+        fp8.check_parameters(self)
+        if self.is_fp8:
+            fp8.check_gradients(self, x, topk_weights)
+
+    def _weights(self):
+        """Return gate and up, their bias or None, down, its bias or None, as the stages take them."""
+        if self._weight_gradients is None and self.gradient_scale == 1:
+            return self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
+        return [self._scaled(name) for name in _PARAMETERS]
+
+    def _scaled(self, name):
+        """Return a parameter, whose gradient will be multiplied by gradient_scale."""
+        p = getattr(self, name)
+        if p is None or not (p.requires_grad and torch.is_grad_enabled()):
+            return p
+        if self._weight_gradients is not None and name in _WEIGHTS:
+            return self._weight_gradients.weight(p, self.gradient_scale)
+        return p if self.gradient_scale == 1 else _ScaledGradient.apply(p, self.gradient_scale)
+
+    def _compute(self, layer, x, topk_idx, topk_weights, weights=None):
+        """Apply the experts through a layer.  Returns (y, layout).
+
+        The layer is the module's, or, over several nodes, that of the node.  weights: None, or what
+        _weights() has returned.
+        """
+        try:
+            weights = self._weights() if weights is None else weights
+            scales = [getattr(self, n + fp8.SCALE) for n in _WEIGHTS] if self.is_fp8 else ()
+            watched = is_watched()
+            at_once = (not self.is_fp8 and experts_ops.takes(layer, weights[0], weights[2])
+                       and (not watched or requires_grad(x, topk_weights, *weights)))
+            if isinstance(layer, EpAll2AllFusedOp) and not torch.compiler.is_compiling():
+                _check_strides(gate_up_proj=weights[0], down_proj=weights[2])
+        except Exception as error:
+            layer._refuse(_C.OP_PLAN, error, 0)
+        if at_once:
+            return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched)
+        if not isinstance(layer, EpAll2AllFusedOp):
+            return self._unfused(layer, x, topk_idx, topk_weights, *weights)
+        if self.is_fp8:
+            return fp8.run(layer, x, topk_idx, topk_weights, weights, scales, self.activation)
+        gate_up, gate_up_bias, down, down_bias = weights
+        h, row_weight, layout = layer.mega_dispatch_group_gemm(
+            x, topk_idx, weight=topk_weights, gemm_weight=gate_up, bias=gate_up_bias,
+            activation=self.activation)
+        return layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias), layout
+
+    def _chunks_of_call(self, gradients):
+        return chunks.chunks_of_call(self, gradients)
+
+    def _unfused(self, layer, x, topk_idx, topk_weights, gate_up, gate_up_bias, down, down_bias):
+        if self.is_fp8:
+            rows, scales, row_weight, layout = layer.dispatch_fp8(x, topk_idx, topk_weights)
+        else:
+            rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
+        try:
+            offsets = layout.expert_offsets
+            if self.is_fp8:
+                h = fp8.compute(self, rows, scales, offsets)
+            else:
+                h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias,
+                                 activation=self.activation)
+                h = grouped_gemm(h, down, offsets=offsets, bias=down_bias)
+        except Exception as error:
+            layer._refuse(_C.OP_COMBINE, error, layout.buffer)
+        return layer.combine(h, layout, row_weight), layout
+
+    def _refuse(self, error, path):
+        """Report an error to the other ranks in the operation that they enter, and raise it.
+
+        path: the LowLatencyAll2All of the call, or None.
+        """
+        try:
+            if path is not None:
+                path._refuse(_C.OP_LL_DISPATCH, error, 0)
+            self.layer._refuse(_C.OP_PLAN, error, 0)
+        finally:
+            del error
 
     def finalize(self):
         """Give the memory of the communication layer back.  Collective; a second call does nothing.
@@ -465,3 +685,185 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             self.layer.low_latency.finalize()
             self.layer.low_latency = None  # if the layer cannot be closed, the module works without the path
         self.layer.finalize()
+
+    # ---- the gradients of the weights ----
+
+    @property
+    def _has_other_gradients(self):
+        """Whether the gradients of the weights do not simply go to .grad in the backward."""
+        return self._weight_gradients is not None
+
+    @property
+    def _fuses_gradients(self):
+        return self._weight_gradients is not None and self._weight_gradients.fuses
+
+    def _begin_gradients(self):
+        """Begin a forward pass.  Raises RuntimeError for parameters whose gradients cannot go elsewhere."""
+        if self._weight_gradients is not None and torch.is_grad_enabled():
+            wanted = {n: getattr(self, n) for n in _WEIGHTS}
+            self._weight_gradients.begin({n: p for n, p in wanted.items() if p.requires_grad})
+
+    @torch._disable_dynamo
+    def _run_untraced(self, *args):
+        """Run the forward pass outside of compiled code, which would not see what a backward keeps."""
+        return self._run(*args)
+
+    def backward_dw(self):
+        """Compute the gradients of the weights of the oldest backward pass that waits.  Not collective.
+
+        For delay_wgrad_compute=True: call it once for each backward pass of this module, at any time before
+        the step of the optimizer, for example while a pipeline waits for its neighbour.  Until then the
+        module keeps the factors of the gradients: the rows that it has received, and the gradients of its two
+        products.  The result has the same bits as without delay_wgrad_compute.  Hooks of the parameters run
+        now, and not in the backward.  It may be called on another stream than the backward: the stream waits
+        for the factors.
+
+        Raises:
+            RuntimeError: Where no backward pass waits, without delay_wgrad_compute, and where a tensor that
+                the gradients need was modified in place.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, dtype=torch.float32, device="cpu",
+            ...                   delay_wgrad_compute=True)
+            >>> moe(torch.ones(2, 16), torch.tensor([[0], [1]]), torch.ones(2, 1)).sum().backward()
+            >>> moe.down_proj.grad is None
+            True
+            >>> moe.backward_dw()
+            >>> moe.down_proj.grad.shape
+            torch.Size([2, 16, 32])
+            >>> moe.finalize()
+
+        References:
+            `backward_dw` of the modules of Transformer Engine and Megatron-LM; the weights' half of the
+            backward in "Zero Bubble Pipeline Parallelism", Qi et al., 2023.
+        """
+        if self._weight_gradients is None or not self._weight_gradients.delays:
+            raise RuntimeError("backward_dw: the backward of this module computes the gradients of its "
+                               "weights: create it with delay_wgrad_compute=True, or leave this call out")
+        if any(getattr(self, n).requires_grad for n in _WEIGHTS) or self._weight_gradients.pending:
+            self._weight_gradients.compute()
+
+    # ---- parameters, and which experts they hold ----
+
+    def _make_parameters(self, shapes, bias_shapes, bias):
+        """Create the parameters, or set them to None.  shapes, bias_shapes: {name: shape}."""
+        layer, options = self.layer, {"device": self.layer.device}
+        for name, shape in (shapes | bias_shapes).items():
+            dtype = self.weight_dtype if name in shapes else layer.dtype
+            needed = bias or name in shapes
+            p = nn.Parameter(torch.empty(shape, dtype=dtype, **options), not self.is_fp8) if needed else None
+            setattr(self, name, p)
+        for name, shape in shapes.items() if self.is_fp8 else ():
+            scales = torch.empty(fp8.scales_shape(shape), dtype=torch.float32, **options)
+            setattr(self, name + fp8.SCALE, nn.Parameter(scales, False))
+
+    @property
+    def _computed(self):
+        """The names of weights that are not parameters of this module, but computed from others."""
+        return [n for n in _PARAMETERS if getattr(self, n) is not None and n not in self._parameters]
+
+    def _fill(self, seed):
+        """Fill the parameters as reset_parameters says."""
+        if self._computed:
+            raise RuntimeError(f"reset_parameters: {', '.join(self._computed)} of this EPMoE: computed by a "
+                               f"parametrization or pruning: call it before, or fill the parameters below it")
+        generator = torch.Generator(self.layer.device)
+        up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
+        down_bound = 1 / math.sqrt(self.down_proj.shape[2])
+        bounds = {"gate_up_proj": up_bound, "down_proj": down_bound, "gate_up_proj_bias": up_bound,
+                  "down_proj_bias": down_bound}
+        for i, e in enumerate(self._held):
+            if e < 0:
+                for p in self.parameters(recurse=False):
+                    p[i].zero_()
+                continue
+            generator.manual_seed(seed + e)
+            for name, bound in bounds.items():
+                p = getattr(self, name)
+                if p is not None and self.is_fp8 and name in _WEIGHTS:
+                    numbers = torch.empty(p.shape[1:], dtype=self.layer.dtype, device=p.device)
+                    fp8.put(self, name, i, numbers.uniform_(-bound, bound, generator=generator))
+                elif p is not None:
+                    p[i].uniform_(-bound, bound, generator=generator)
+
+    def _placed(self, expert_map):
+        """Return a map on the layer's device.  Not of tensors that can be changed only in inference mode."""
+        with torch.inference_mode(False):
+            return expert_map.to(self.layer.device)
+
+    def _use_map(self, expert_map, holds):
+        """Route by a map on the layer's device, whose experts the parameters hold now.
+
+        holds: its physical_to_logical_map, as a list.
+        """
+        layer = self.layer
+        home = ExpertMap.home(self.num_experts, layer.world_size, layer.num_experts)
+        is_home = holds == home.physical_to_logical_map.tolist()
+        if is_home and self.num_experts == layer.num_experts:
+            self.expert_map = None
+        elif self.expert_map is None:
+            self.expert_map = expert_map
+        else:
+            self.expert_map._copy_(expert_map)
+        # what the host needs of the map: the logical experts of all physical ones, and of those of this rank
+        self._holds, self._is_home = holds, is_home
+        first = layer.rank * layer.num_local_experts
+        self._held = holds[first:first + layer.num_local_experts]
+
+    def _check_gradients(self):
+        if self._is_home or not torch.is_grad_enabled():
+            return
+        weights = [getattr(self, name) for name in _PARAMETERS]
+        if any(p is not None and p.requires_grad for p in weights):
+            raise RuntimeError("with an expert map the experts have no gradients, because replicas would "
+                               "differ after a step: call it under torch.no_grad() or after "
+                               "requires_grad_(False), or call set_expert_map(None) first")
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        before = len(errors), len(missing), len(unexpected)
+        with checkpoint.Staged(self) as staged:
+            left, loaded = checkpoint.load_experts(self, state_dict, prefix, missing, errors)
+            own = shards.own_entries(self, self, left, prefix, metadata, errors)
+            checkpoint.quantized(self, own, prefix, left, errors)
+            own |= loaded
+            state_dict.update(own)  # in place, because the modules below load from it later
+            super()._load_from_state_dict(left | own if own else left, prefix, metadata, strict, missing,
+                                          unexpected, errors)
+            after = len(errors), len(missing), len(unexpected)
+            is_right = after == before if strict else after[0] == before[0]
+            if is_right:
+                staged.keep()
+        if not is_right:  # an error for missing keys, too: nobody may forgive them now
+            errors.append(f"{shards.which_experts(self, prefix)}  Nothing of it was loaded.")
+
+    # ---- beside other modules ----
+
+    def _register(self):
+        if self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients:
+            shards.register(self)
+            guards.install()
+
+    @torch._disable_dynamo
+    def _check_ddp(self, ddp):
+        guards.check_ddp(self, ddp)
+        # without gradients, the check does not know from what the weights were computed
+        self._checked_ddp = id(ddp) if torch.is_grad_enabled() else 0
+
+    def named_children(self):
+        """Return an iterator over the modules below, as nn.Module does; fully_shard calls it."""
+        guards.install_fsdp()
+        return super().named_children()
+
+    def __setstate__(self, state):  # of a deep copy
+        super().__setstate__(state)
+        self._register()
+
+    def extra_repr(self):
+        """Return the sizes for the module's repr."""
+        layer = self.layer
+        return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
+                f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
+                f"activation={self.activation}, {'weights in FP8, ' if self.is_fp8 else ''}"
+                f"rank={layer.rank} of {layer.world_size}")

@@ -301,7 +301,8 @@ bool test_abort_during_heap_create(void) {
 /* The number of allocations of a heap and the number of buffers of a world are limited. A call that exceeds a
  * limit fails with an error, and no memory is lost. */
 static bool heap_full_body(Rank *me, void *arg) {
-    EpLayerConfig config = {{2, 2, 1, 1, 4, EP_F32, EP_COMBINE_LOCAL, 2}, 16, 1, 0, 0, 0, 0, 0};
+    EpLayerConfig config = {
+        .shape = {2, 2, 1, 1, 4, EP_F32, EP_COMBINE_LOCAL, 2}, .num_buffers = 16, .num_sm = 1};
     EpLayer *layers[20];
     uint32_t num_layers = 0, num_allocations = 0;
     uint64_t offs[EP_MAX_ALLOCATIONS + 1], used;

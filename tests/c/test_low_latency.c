@@ -193,7 +193,7 @@ static EpLayerConfig ll_config(uint32_t num_ranks, uint32_t num_local, uint32_t 
                  num_topk,       max_tokens,
                  hidden,         dtype,
                  EP_LOW_LATENCY, num_ranks * max_tokens * per_token};
-    return (EpLayerConfig){s, 2, 2, 0, 0, 0, 0, 0};
+    return (EpLayerConfig){.shape = s, .num_buffers = 2, .num_sm = 2};
 }
 
 static bool run_ll(const EpLayerConfig *config, Body *body, uint32_t num_cases, uint64_t first_epoch,

@@ -42,7 +42,7 @@ static bool steps_of_mode(EpCombineMode mode) {
                              dtype,
                              mode,
                              0};
-            EpLayerConfig config = {shape, 2, num_sm, 0, 0, 0, 0, 0};
+            EpLayerConfig config = {.shape = shape, .num_buffers = 2, .num_sm = num_sm};
             TRY(run_cases(&config, steps_body, scaled(40), 0, seed, 0));
         }
     return true;
@@ -53,7 +53,8 @@ bool test_steps_gather(void) { return steps_of_mode(EP_COMBINE_GATHER); }
 
 /* Many rows, slots and tiles. The hot expert has more rows than a tile. */
 bool test_steps_large(void) {
-    EpLayerConfig config = {{3, 12, 6, 96, 64, EP_BF16, EP_COMBINE_LOCAL, 0}, 1, 3, 0, 0, 0, 0, 0};
+    EpLayerConfig config = {
+        .shape = {3, 12, 6, 96, 64, EP_BF16, EP_COMBINE_LOCAL, 0}, .num_buffers = 1, .num_sm = 3};
     for (uint32_t mode = 0; mode < 3; mode++) {
         config.shape.combine_mode = mode;
         TRY(run_cases(&config, steps_body, scaled(12), 0, ROUTE_HOT + mode, 0));
@@ -83,7 +84,7 @@ static bool buffers_body(Rank *me, void *arg) {
 }
 bool test_buffers(void) {
     for (uint32_t mode = 0; mode < 3; mode++) {
-        EpLayerConfig config = {{3, 6, 4, 12, 16, EP_BF16, mode, 0}, 2, 2, 0, 0, 0, 0, 0};
+        EpLayerConfig config = {.shape = {3, 6, 4, 12, 16, EP_BF16, mode, 0}, .num_buffers = 2, .num_sm = 2};
         TRY(run_cases(&config, buffers_body, scaled(50) + 2, 0, mode, 0));
     }
     return true;
@@ -131,7 +132,7 @@ static bool threads_body(Rank *me, void *arg) {
 }
 bool test_threads_of_a_rank(void) {
     for (uint32_t mode = 0; mode < 3; mode++) {
-        EpLayerConfig config = {{1, 4, 3, 12, 16, EP_F32, mode, 0}, 1, 2, 0, 0, 0, 0, 0};
+        EpLayerConfig config = {.shape = {1, 4, 3, 12, 16, EP_F32, mode, 0}, .num_buffers = 1, .num_sm = 2};
         TRY(run_cases(&config, threads_body, 3, 0, mode, 0));
     }
     return true;
@@ -152,7 +153,7 @@ static bool plan_reuse_body(Rank *me, void *arg) {
 }
 bool test_plan_reuse(void) {
     for (uint32_t mode = 0; mode < 3; mode++) {
-        EpLayerConfig config = {{2, 6, 3, 12, 8, EP_F32, mode, 0}, 1, 2, 0, 0, 0, 0, 0};
+        EpLayerConfig config = {.shape = {2, 6, 3, 12, 8, EP_F32, mode, 0}, .num_buffers = 1, .num_sm = 2};
         Setup setup = {.num_ranks = 2, .config = config};
         Case cases[2];
         Cases s = {cases, 2, 1, 0};
@@ -181,7 +182,7 @@ bool test_scatter_indices(void) {
     for (uint32_t num_ranks = 1; num_ranks <= 4; num_ranks++)
         for (uint32_t mode = 0; mode < 3; mode++) {
             const EpShape shape = {num_ranks, 4 * num_ranks, 3, 10, 8, EP_F32, mode, 0};
-            EpLayerConfig config = {shape, 1, 2, 0, 0, 0, 0, 0};
+            EpLayerConfig config = {.shape = shape, .num_buffers = 1, .num_sm = 2};
             TRY(run_cases(&config, steps_body, scaled(14), 0, num_ranks, WITH_SCATTER));
         }
     return true;
@@ -192,7 +193,8 @@ bool test_epochs(void) {
     static const uint64_t overflows[] = {1ull << 31, 1ull << 32, 1ull << 63};
     for (uint32_t i = 0; i < 3; i++)
         for (uint64_t before = 1; before <= 5; before++) {
-            EpLayerConfig config = {{3, 6, 2, 8, 8, EP_F32, (uint32_t)(before % 3), 0}, 1, 2, 0, 0, 0, 0, 0};
+            EpLayerConfig config = {
+                .shape = {3, 6, 2, 8, 8, EP_F32, (uint32_t)(before % 3), 0}, .num_buffers = 1, .num_sm = 2};
             TRY(run_cases(&config, steps_body, 4, overflows[i] - before, before, 0));
         }
     return true;

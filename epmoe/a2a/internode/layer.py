@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import inspect
 
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
@@ -13,21 +14,27 @@ from ...comm.rail import RESERVE_SMS
 from ...comm.refusals import is_told, mark_told
 from ...errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
 from ...torch_modes import check_mode, requires_grad
-from ..layer import EPAll2AllLayer
+from ..base import cast
+from ..fused import EpAll2AllFusedOp, check_no_gradients
+from ..layer import EPAll2AllLayer, check_rail_capacity
 from . import fixed, ops, pipeline, plan, rows
-from .checks import Checks
+from .fixed import is_capturing
+from .plan import NodesLayout
 
 _DESCRIPTION_BYTES = 480
+_POSITIONAL = ("dtype", "weight_dtype", "num_sm", "enable_local_combine")
+_OWN = {"device", "heap", "timeout_s", "num_sm", "reserve_sms", "host_counts"}  # may differ between ranks
 
 
-class OverNodes(fixed.Fixed, Checks):
-    """What EPAll2AllLayer and EpAll2AllFusedOp have in common over several nodes.
+class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
+    """EPAll2AllLayer over several nodes: a layer that has a layer.
 
     `team_layer` is a layer of the ranks of this node, for the experts of this node and for the tokens of each
     rank and of the ranks of its rail.  A call meets all ranks (meeting.py), moves rows over the rail
     (rows.py), and calls the team layer.
     """
 
+    _kind_of_team = EPAll2AllLayer
     may_decode = False
     _is_closed = False
     _num_plans = 0  # that all ranks have made together
@@ -52,11 +59,13 @@ class OverNodes(fixed.Fixed, Checks):
             nodes._refuse()
             raise
         shared = {**dict(zip(_POSITIONAL, args)), **options}
-        shared = {name: value for name, value in shared.items() if name not in _OWN}
-        _agree(nodes, f"{type(self).__name__} of max_tokens {max_tokens}, hidden {hidden}, topk {topk}, "
-                      f"experts {num_tot_experts}, {shared}")
+        defaults = inspect.signature(self._kind_of_team).parameters
+        shared = {name: value for name, value in shared.items()
+                  if name in defaults and name not in _OWN and value != defaults[name].default}
+        _agree(nodes, f"{self._kind_of_team.__name__} of max_tokens {max_tokens}, hidden {hidden}, topk "
+                      f"{topk}, experts {num_tot_experts}, {shared}")
         try:
-            self.team_layer = self._team_class(
+            self.team_layer = self._kind_of_team(
                 nodes.team, _tokens_of_team(nodes, int(max_tokens), options), hidden, topk, None,
                 int(num_tot_experts) // nodes.num_nodes, None, None, *args, **options)
         except Exception:
@@ -80,10 +89,14 @@ class OverNodes(fixed.Fixed, Checks):
 
     def _take(self, team, max_tokens, num_experts):
         """Take the attributes of a layer from that of the team."""
-        for name in ("hidden", "topk", "dtype", "weight_dtype", "device", "heap", "expert_alignment",
-                     "expert_capacity", "host_counts", "capacity", "num_local_experts", "_copies",
-                     "_num_buffers", "_config", "_requested_num_sm", "rail_dtype", "rail_capacity"):
-            setattr(self, name, getattr(team, name))
+        self.hidden, self.topk, self._copies = team.hidden, team.topk, team._copies
+        self.dtype, self.weight_dtype, self.rail_dtype = team.dtype, team.weight_dtype, team.rail_dtype
+        self.device, self.heap = team.device, team.heap
+        self.capacity, self.rail_capacity = team.capacity, team.rail_capacity
+        self.expert_alignment, self.expert_capacity = team.expert_alignment, team.expert_capacity
+        self.host_counts, self.num_local_experts = team.host_counts, team.num_local_experts
+        self._num_buffers, self._config = team._num_buffers, team._config
+        self._requested_num_sm = team._requested_num_sm
         self.num_experts = num_experts
         self.max_tokens = max_tokens * team._copies
         self._most = max_tokens
@@ -117,7 +130,7 @@ class OverNodes(fixed.Fixed, Checks):
                     raise error from None
                 raise
         finally:
-            del error  # else the error and this frame would be a cycle: see LayerParts._refuse_now
+            del error  # else the error and this frame would be a cycle: see CollectiveLayer._refuse_now
 
     def _refuse(self, op, error, buffer):
         """Report to all ranks that this one cannot take part in op, then raise the error."""
@@ -239,7 +252,7 @@ class OverNodes(fixed.Fixed, Checks):
         if torch.compiler.is_compiling() and self.rail_capacity is None:
             return ops.apply(self, moe, requires_grad(x, topk_weights, *params), x, topk_idx,
                              topk_weights.float())
-        num_chunks = moe._num_chunks_of(requires_grad(x, topk_weights, *params))
+        num_chunks = moe._chunks_of_call(requires_grad(x, topk_weights, *params))
         return self._apply_now(moe, params, num_chunks, x, topk_idx, topk_weights)
 
     @torch._disable_dynamo
@@ -337,17 +350,162 @@ class OverNodes(fixed.Fixed, Checks):
         self.team_layer.finalize()
         self._is_closed = True
 
+    # ---- checks of arguments on each rank, before the ranks meet ----
 
-class LayerOverNodes(OverNodes, EPAll2AllLayer):
-    """EPAll2AllLayer over several nodes."""
+    def _check_sizes(self, rank, world_size, num_tot_experts, options):
+        for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
+            if got is not None and got != want:
+                raise ValueError(f"{name}={got}, but the group says {want}: leave it out")
+        if num_tot_experts is None:
+            raise TypeError("num_tot_experts is missing: pass the number of experts of all ranks")
+        if int(num_tot_experts) % self.world_size:
+            raise ValueError(f"num_tot_experts {num_tot_experts}: must be a multiple of the "
+                             f"{self.world_size} ranks")
+        if options.get("expert_capacity") is not None:
+            raise ValueError(f"expert_capacity {options['expert_capacity']}: not over several nodes: leave "
+                             f"it out")
+        capacity, rail_capacity = options.get("capacity"), check_rail_capacity(options.get("rail_capacity"))
+        if capacity is not None and rail_capacity is None:
+            raise ValueError(f"capacity {capacity} without rail_capacity: over several nodes the host reads "
+                             f"the tokens between nodes in each call: pass rail_capacity, too, the most "
+                             f"tokens that a rank sends to one other node, or leave capacity out")
+        if rail_capacity is not None and capacity is None:
+            raise ValueError(f"rail_capacity {rail_capacity} without capacity: the host would still read the "
+                             f"rows of each rank in each call: pass capacity, too, the most rows that a rank "
+                             f"can receive, or leave rail_capacity out")
 
-    _team_class = EPAll2AllLayer
+    def _checked(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
+        """Check the arguments of a dispatch on this rank.  Return the weights as float32."""
+        check_mode(input, weight)
+        self._check_capture()
+        num_tokens = None
+        if full_scatter_indices is not None:
+            raise ValueError("full_scatter_indices: not over several nodes, where the plan chooses the rows: "
+                             "leave it out")
+        if layout is not None:
+            self._check_layout(layout)
+            if buffer not in (0, layout.buffer):
+                raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}: leave "
+                                 f"buffer out")
+            num_tokens = layout.num_tokens
+        self._check_tensor("input", input, self.dtype, (num_tokens, self.hidden))
+        if layout is None:
+            self._check_indices(exp_indices)
+            if exp_indices.shape[0] != input.shape[0]:
+                raise ValueError(f"input has {input.shape[0]} tokens, but exp_indices has "
+                                 f"{exp_indices.shape[0]}: must be the same")
+        if weight is not None:
+            self._check_tensor("weight", weight, None, (input.shape[0], self.topk * self._copies))
+        return cast(weight, torch.float32)
+
+    def _check_indices(self, exp_indices):
+        if exp_indices is None:
+            raise TypeError("exp_indices is None: pass them, or the layout of an earlier preprocess or "
+                            "dispatch")
+        if not isinstance(exp_indices, torch.Tensor):
+            raise TypeError(f"exp_indices: wanted a tensor, got {type(exp_indices).__name__}")
+        if exp_indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"exp_indices: wanted int32 or int64, got {exp_indices.dtype}")
+        topk = self.topk * self._copies
+        if exp_indices.dim() != 2 or exp_indices.shape[1] != topk:
+            raise ValueError(f"exp_indices: wanted shape [*, {topk}], got {list(exp_indices.shape)}")
+        if exp_indices.shape[0] > self._most:
+            raise ValueError(f"exp_indices has {exp_indices.shape[0]} tokens: must be at most {self._most}; "
+                             f"see max_tokens")
+        if exp_indices.device != self.device:
+            raise ValueError(f"exp_indices: wanted a tensor on {self.device}, where the layer is, got one on "
+                             f"{exp_indices.device}")
+
+    def _check_layout(self, layout):
+        if not isinstance(layout, NodesLayout):
+            raise TypeError(f"layout: wanted a layout of several nodes, got {type(layout).__name__}")
+        if layout.layer is not self:
+            raise ValueError("the layout belongs to another layer: pass one that this layer's preprocess or "
+                             "dispatch returned")
+        if layout.is_void:
+            raise ValueError("cannot use this layout: its plan has failed. Make another with preprocess")
+
+    def _check_rows(self, name, input, columns, weight, layout):
+        """Check the rows and weights of a combine."""
+        self._check_capture()
+        self._check_layout(layout)
+        if not layout.dispatched:
+            raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
+                             "dispatch(layout=...) first")
+        self._check_tensor(name, input, self.dtype, (self._rows_of(layout), columns))
+        if weight is not None:
+            self._check_tensor("weight", weight, None, (input.shape[0],))
+
+    def _rows_of(self, layout):
+        return layout.num_rows if self.capacity is None else self.capacity
+
+    def _check_capture(self):
+        if self.rail_capacity is None and is_capturing(self.device):
+            raise RuntimeError("this layer over several nodes cannot be captured in a CUDA graph, because "
+                               "the host reads numbers of rows in each call: create it with capacity and "
+                               "rail_capacity, with which sizes are fixed")
 
 
-EPAll2AllLayer._over_nodes = LayerOverNodes
+class InternodeFusedOp(InternodeLayer, EpAll2AllFusedOp):
+    """EpAll2AllFusedOp over several nodes: the megakernels work on the tokens that have arrived."""
 
-_POSITIONAL = ("dtype", "weight_dtype", "num_sm", "enable_local_combine")
-_OWN = {"device", "heap", "timeout_s", "num_sm", "reserve_sms", "host_counts"}  # may differ between ranks
+    _kind_of_team = EpAll2AllFusedOp
+
+    def _take(self, team, max_tokens, num_experts):
+        super()._take(team, max_tokens, num_experts)
+        self.fused, self.token_saving, self.token_sorting = team.fused, team.token_saving, team.token_sorting
+        self.block_wise_barrier, self.combine_order = team.block_wise_barrier, team.combine_order
+
+    def _check_weights(self, name, leaves, rows, columns, product):
+        """Check the product of a fused call, which is in FP8 where it has scales.
+
+        leaves: the other tensors of the call.  product: gemm_weight [L, rows, columns], where None is any
+        size, its scales or None, the bias and the activation.
+        """
+        gemm_weight, gemm_scale, bias, activation = product
+        check_mode(*leaves, gemm_weight, bias)
+        if gemm_scale is None:
+            self._check_product(gemm_weight, rows, columns, bias, activation)
+        else:
+            check_no_gradients(name, *leaves, gemm_weight, gemm_scale, bias)
+            self._check_fp8(rows, columns, *product)
+
+    @torch._disable_dynamo
+    def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *,
+                                 bias=None, activation=None, full_scatter_indices=None, buffer=0,
+                                 gemm_scale=None):
+        """As EpAll2AllFusedOp's.  Between nodes tokens travel in the layer's dtype, also with gemm_scale."""
+        try:
+            self._check_weights("dispatch + GEMM", (input, weight), None, self.hidden,
+                                (gemm_weight, gemm_scale, bias, activation))
+        except Exception as error:
+            self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
+        layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
+                                               buffer, gemm_weight, bias)
+        with self._ending():
+            h, row_weight, layout.team = self.team_layer.mega_dispatch_group_gemm(
+                here, None, layout.team, gemm_weight, weight_here, bias=bias, activation=activation,
+                gemm_scale=gemm_scale)
+        return h, row_weight, layout
+
+    @torch._disable_dynamo
+    def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None,
+                                gemm_scale=None):
+        try:
+            self._check_weights("GEMM + combine", (gemm_input, weight), self.hidden, None,
+                                (gemm_weight, gemm_scale, bias, None))
+            self._check_rows("gemm_input", gemm_input, gemm_weight.shape[2], weight, layout)
+        except Exception as error:
+            self._meet(meeting.COMBINE, error=error)
+
+        def combine():
+            return self.team_layer.mega_group_gemm_combine(gemm_input, gemm_weight, layout.team, weight,
+                                                           bias=bias, gemm_scale=gemm_scale)
+
+        return self._return(layout, combine, weight, gemm_input, gemm_weight, bias)
+
+
+EPAll2AllLayer._over_nodes, EpAll2AllFusedOp._over_nodes = InternodeLayer, InternodeFusedOp
 
 
 def _tokens_of_team(nodes, max_tokens, options):

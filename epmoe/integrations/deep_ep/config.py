@@ -5,7 +5,7 @@ import typing
 import torch
 
 from ... import _C
-from ...a2a.layer_parts import DTYPES, Config as LayerConfig
+from ...a2a.base import DTYPES, Config as LayerConfig
 
 ALIGNMENT = 2 << 20  # of the sizes of buffers, bytes
 

@@ -6,9 +6,9 @@ import contextlib
 import torch
 
 from ... import _C
-from ...a2a.layer_parts import refuse_layer
+from ...a2a.base import refuse_layer
 from ...a2a.low_latency import LowLatencyAll2All
-from ...a2a.low_latency_parts import LowLatencyHandle
+from ...a2a.low_latency import LowLatencyHandle
 from ...comm.device import status_of, stream_of
 from .config import ALIGNMENT
 from .utils import EventOverlap

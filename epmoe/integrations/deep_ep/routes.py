@@ -12,7 +12,7 @@ import torch
 
 from ... import _C
 from ...a2a.layer import EPAll2AllLayer
-from ...a2a.layer_parts import refuse_layer
+from ...a2a.base import refuse_layer
 from ...a2a.layout import EPLayout
 from ...comm.device import status_of, stream_of
 from ...comm.refusals import reporting

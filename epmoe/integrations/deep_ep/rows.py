@@ -2,7 +2,7 @@
 
 import torch
 
-from ...a2a.layer_parts import DTYPES
+from ...a2a.base import DTYPES
 
 
 def to_ranks(is_token_in_rank):

@@ -3,7 +3,7 @@
 import torch
 
 from ... import _C
-from ...a2a.layer_parts import default_num_sm
+from ...a2a.base import default_num_sm
 from ...comm.world import World
 from .config import Config, layer_bytes, rows_bytes
 from .utils import EventHandle, EventOverlap

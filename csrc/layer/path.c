@@ -1,0 +1,46 @@
+/* path.c - which path the calls of a layer take. Exports ep_layer_has_many_rows, ep_layer_decodes and
+ * ep_layer_fuses; epmoe.h says what they answer.
+ *
+ * Invariant: the answers depend on the configuration and on the sizes of the weights, which all ranks have
+ * alike, so all ranks take the same path. The limits are measured: docs/experiments has them by their
+ * numbers. */
+#include "epmoe.h"
+#include "protocol/gemm_params.h"
+
+/* With so few rows of an expert, as in decoding, reading the weights takes all the time, and only the GEMM
+ * without communication has tiles for few rows (E-033). */
+enum { FEW_ROWS = 24 };
+/* A low-latency layer has a slab for each expert and rank, whose memory grows with the number of tokens. */
+enum { MOST_DECODED_TOKENS = 512 };
+/* A product in FP8 of few columns ends before the warps beside it have moved the tokens. With few tokens the
+ * launches count (E-119). */
+enum { MANY_FP8_COLUMNS = 4096, FEW_FP8_TOKENS = 1024 };
+/* With wide experts, communication takes a small part of a training step, so a fused launch can hide little.
+ * And a GEMM takes a few percent longer when it shares its launch (E-136). */
+enum { WIDE_COLUMNS = 16384 };
+
+bool ep_layer_has_many_rows(const EpShape *s) {
+    return (uint64_t)s->num_ranks * s->max_tokens * s->num_topk > (uint64_t)FEW_ROWS * s->num_experts;
+}
+
+bool ep_layer_decodes(const EpLayerConfig *c) {
+    return c->fused != EP_FUSED_ALWAYS && c->shape.combine_mode == EP_COMBINE_LOCAL &&
+           c->shape.max_tokens / ep_layer_num_copies(c) <= MOST_DECODED_TOKENS &&
+           !ep_layer_has_many_rows(&c->shape);
+}
+
+static bool is_best(const EpLayerConfig *c, const EpProduct *p) {
+    if (!ep_layer_has_many_rows(&c->shape)) return false;
+    if (p->is_fp8)
+        return !p->columns || p->columns >= MANY_FP8_COLUMNS || c->shape.max_tokens <= FEW_FP8_TOKENS;
+    return !p->trains || p->columns < WIDE_COLUMNS;
+}
+
+bool ep_layer_fuses(const EpLayerConfig *c, bool has_kernels, const EpProduct *p) {
+    if (!has_kernels || c->fused == EP_FUSED_NEVER) return false;
+    if (c->shape.dtype != EP_BF16 && c->shape.dtype != EP_F16) return false;
+    if (c->shape.hidden % 16 || p->n % 16 || p->k % 16) return false;
+    /* In FP8 each 64 gates and the ups beside them in a tile must have one scale. */
+    if (p->is_fp8 && p->has_split_gates && p->columns % EP_GEMM_SCALE_BLOCK) return false;
+    return c->fused == EP_FUSED_ALWAYS || is_best(c, p);
+}

@@ -1,0 +1,264 @@
+"""The base of the layers: their configuration, checks of arguments, and how errors reach all ranks.
+
+A rank whose arguments are wrong must not leave the others waiting.  So each check that fails reports its
+error to the other ranks, in the operation that they are about to enter (_refuse), before it raises.
+"""
+
+import collections
+import contextlib
+
+import torch
+from torch.utils.checkpoint import _StopRecomputationError
+
+from .. import _C
+from ..comm.device import capabilities, pick_device, status_of, stream_of
+from ..comm.heap import SymmetricHeap
+from ..comm.node_layout import is_mesh
+from ..comm.nodes import Nodes
+from ..comm.refusals import check_plain, is_told, mark_told
+from ..comm.world import Shared, World
+from ..gemm.grouped import is_transposed
+from .internode.choice import spans_nodes
+
+DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
+MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
+# The last fields of a configuration: those of fused operations. 0: the layer has none.
+_FUSED_FIELDS = ("fused", "num_move", "num_tail_sms", "num_reduce_sms", "waits_for_expert", "is_serial",
+                 "token_sorting", "num_copies")
+# The configuration of a layer, as the module takes it.
+Config = collections.namedtuple("Config", _C.CONFIG_FIELDS, defaults=[0] * len(_FUSED_FIELDS))
+_LOCAL_WORLD_SIZE = 5  # its place among the arguments of a layer after ep_group
+NO_CONFIG = Config._make([0] * len(Config._fields))  # of a rank that has no valid configuration
+
+
+def max_blocks(device, reserve_sms):
+    """Return the most thread blocks of an operation: on a GPU one for each SM that is not reserved."""
+    num_sm = 1024 if device.type == "cpu" else capabilities(device).num_sms
+    if not 0 <= reserve_sms <= num_sm - 2:
+        raise ValueError(f"reserve_sms {reserve_sms}: must be 0 to {num_sm - 2}, so that two are left")
+    return num_sm - reserve_sms
+
+
+def default_num_sm(device, row_bytes):
+    """Return the thread blocks that move tokens by default.
+
+    Short rows make a block wait longer than it copies, so they need more blocks (docs/experiments, E-005).
+    """
+    if device.type == "cpu":
+        return 1
+    return 64 if row_bytes >= 4096 else 96
+
+
+def cast(t, dtype):
+    """Return t.to(dtype), or None.
+
+    A tensor that is not floating-point is returned as it is, and refused when it is used (see _check_tensor).
+    """
+    # A call of to() that does nothing takes a microsecond.
+    return t if t is None or t.dtype == dtype or not t.dtype.is_floating_point else t.to(dtype)
+
+
+def world_of(ep_group, heap, timeout_s, local_world_size=None):
+    """Return the world of a layer with these arguments, or the Nodes of a layer that spans several.
+
+    It comes first, because without a world this rank cannot report what is wrong with its arguments.
+    """
+    if isinstance(heap, SymmetricHeap) and ep_group is None:
+        return heap.world
+    if spans_nodes(ep_group, local_world_size):
+        return Nodes.of(ep_group, local_world_size, timeout_s)
+    if is_mesh(ep_group) or isinstance(ep_group, Nodes):  # of one node
+        return Nodes.of(ep_group, None, timeout_s).team
+    return World.of(ep_group, timeout_s)
+
+
+def refuse_layer(world, heap, error):
+    """Tell the other ranks, which are creating a layer, that this rank cannot.
+
+    They first agree on the configuration, or, with heap=, enter the creation on that heap.  A rank whose heap
+    is of another world, or not a heap, reports through world_refuse.
+    """
+    with contextlib.suppress(Exception):
+        if isinstance(world, Nodes):
+            world._refuse()
+        elif heap is None:
+            _C.layer_agree(world._c, NO_CONFIG, status_of(error))
+        elif isinstance(heap, SymmetricHeap) and heap.world is world:
+            _C.layer_create(heap._c, NO_CONFIG)
+        else:
+            _C.world_refuse(world._c, status_of(error))
+
+
+@contextlib.contextmanager
+def together(world):
+    """A block that all ranks finish, or none.  Collective.
+
+    The block makes no collective call.  Where it raises on one rank, the others raise PeerError at its end.
+    """
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the others are at the end of the block
+            if isinstance(world, Nodes):
+                world._refuse()
+            else:
+                _C.world_refuse(world._c, status_of(error))
+        raise
+    world.exchange(b"")
+
+
+class CollectiveLayer(Shared):
+    """The base of the layers: what belongs to any object whose calls all ranks make together."""
+
+    world: World
+    rank: int
+    world_size: int
+    max_tokens: int
+    hidden: int
+    topk: int
+    num_experts: int
+    num_local_experts: int
+    dtype: torch.dtype
+    device: torch.device
+    capacity: int | None
+    expert_alignment = 1
+    expert_capacity: int | None = None
+    host_counts = False
+    _num_buffers: int
+    _num_sm: int
+    _config: Config
+    nodes: Nodes | None = None  # of a layer over several nodes
+    _over_nodes: type | None = None  # its class for the ranks of several nodes, which a2a/internode sets
+    _copies = 1  # tokens of the layer below for each token of a caller
+    _fused_config: dict[str, int] = {}  # fields of the Config that are about fused operations
+    _spare_buffers = 0  # communication buffers of the world that the layer must leave free
+
+    def __new__(cls, ep_group=None, *args, **options):
+        """Make a layer of one node; for the ranks of several nodes one that has a layer of its own node."""
+        if cls._over_nodes is not None:
+            local = args[_LOCAL_WORLD_SIZE] if len(args) > _LOCAL_WORLD_SIZE else options.get(
+                "local_world_size")
+            heap = options.get("heap")
+            if (ep_group is not None or heap is None) and spans_nodes(ep_group, local):
+                cls = cls._over_nodes
+        return super().__new__(cls)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if kind is None:
+            self.finalize()
+
+    def _check_heap(self, heap, device):
+        if heap is None:
+            return
+        if not isinstance(heap, SymmetricHeap):
+            raise TypeError(f"heap: wanted a SymmetricHeap or None, got {type(heap).__name__}")
+        if heap.world is not self.world:
+            raise ValueError("the heap belongs to another world than ep_group: pass ep_group=None to use "
+                             "the heap's")
+        if device is not None and pick_device(device) != heap.device:
+            raise ValueError(f"device {device}, but the heap is on {heap.device}: leave device out")
+
+    def _make_config(self, mode, reserve_sms):
+        """Return the Config."""
+        padding = self.num_local_experts * (self.expert_alignment - 1)
+        most_rows = min(self.world_size * self.max_tokens * self.topk + padding, (1 << 31) - 1)
+        capacity = most_rows if self.capacity is None else self.capacity
+        return Config(ranks=self.world_size, num_experts=self.num_experts, topk=self.topk,
+                      max_tokens=self.max_tokens, hidden=self.hidden, dtype=DTYPES[self.dtype],
+                      combine_mode=mode, expert_alignment=self.expert_alignment,
+                      expert_capacity=self.expert_capacity or 0, capacity=capacity,
+                      num_buffers=self._num_buffers, num_sm=self._num_sm, reserve_sms=reserve_sms,
+                      host_counts=self.host_counts, spare_buffers=self._spare_buffers,
+                      num_copies=self._copies, **self._fused_config)
+
+    def _create(self, heap, num_bytes):
+        """Agree with the other ranks on the configuration, and make the module's layer.  Collective."""
+        self._owns_heap = heap is None
+        if self._owns_heap:  # else ranks with different layers would only hear of different heap sizes
+            _C.layer_agree(self.world._c, self._config, 0)
+        self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
+        try:
+            self._c = _C.layer_create(self.heap._c, self._config)
+        except Exception:
+            with contextlib.suppress(Exception):  # all ranks fail here, so all close the heap of this layer
+                if self._owns_heap:
+                    self.heap.close()
+            raise
+
+    # ---- errors reach all ranks ----
+
+    def _is_buffer(self, buffer):
+        return isinstance(buffer, int) and 0 <= buffer < self._num_buffers
+
+    def _check_buffer(self, op, buffer):
+        if not self._is_buffer(buffer):
+            kind = ValueError if isinstance(buffer, int) else TypeError
+            n = self._num_buffers
+            self._refuse(op, kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}"), buffer)
+
+    def _refuse(self, op, error, buffer):
+        """Report to the other ranks that this one cannot take part in op, then raise the error.
+
+        The report goes through the buffer of the call, or through the first where the call named no valid
+        one.  An error of which they know is only raised.
+        """
+        if torch.compiler.is_compiling():  # a compiler must not trace this, but leave the call to Python
+            self._refuse_untraced(op, error, buffer)
+        try:
+            if is_told(error):
+                raise error
+            self._refuse_now(op, error, buffer)
+        finally:
+            del error
+
+    # Not for calls outside of a compiler: its first call imports dynamo for seconds, while the peers wait.
+    @torch._disable_dynamo
+    def _refuse_untraced(self, op, error, buffer):
+        try:
+            self._refuse_now(op, error, buffer)
+        finally:
+            del error
+
+    def _refuse_now(self, op, error, buffer):
+        # An error refers to the frames that it has left, so one that a frame still names is in a cycle. The
+        # cycle would keep the tensors and CUDA graphs of all callers until a garbage collection.
+        try:
+            if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
+                valid = buffer if self._is_buffer(buffer) else 0
+                mark_told(error)
+                _C.layer_refuse(self._c, valid, op, status_of(error), stream_of(self.device))
+            raise error
+        finally:
+            del error
+
+    def _check_tensor(self, name, t, dtype, shape):
+        """Check a tensor before the first operation of a call.
+
+        The module would refuse it too, but in a later operation: then this rank would stop between two.
+        """
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            layout = "nested" if t.is_nested else t.layout
+            raise ValueError(f"{name}: wanted a dense tensor, got one of layout {layout}")
+        check_plain(name, t)
+        if t.device != self.device:
+            raise ValueError(f"{name}: wanted a tensor on {self.device}, where the layer is, got one on "
+                             f"{t.device}")
+        if torch.compiler.is_compiling():
+            return  # the operator checks the rest when it runs and tells the other ranks; a compiler cannot
+        if dtype is not None and t.dtype != dtype or not t.dtype.is_floating_point:
+            raise TypeError(f"{name}: wanted {dtype or 'a floating-point dtype'}, got {t.dtype}")
+        if t.shape != shape and not _fits(t.shape, shape):
+            wanted = ", ".join("*" if d is None else str(d) for d in shape)
+            raise ValueError(f"{name}: wanted shape [{wanted}], got {list(t.shape)}")
+        if not (t.is_contiguous() or is_transposed(t)):
+            raise ValueError(f"{name} must be contiguous: call contiguous() on it")
+
+
+def _fits(got, wanted):
+    """Whether a shape has the wanted sizes; a wanted size of None is any."""
+    return len(got) == len(wanted) and all(w is None or g == w for g, w in zip(got, wanted))
