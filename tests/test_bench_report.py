@@ -63,11 +63,11 @@ def test_bench_report_documents_match_the_file(document, make, folder):
     assert f"<!-- figures -->\n{text}<!-- /figures -->" in (ROOT / document).read_text()
 
 
-def test_bench_report_readme_has_one_table_and_one_plot():
+def test_bench_report_readme_has_one_table():
     figures = repository_figures()
     text = report.short_block(figures, plots.wanted(figures), "docs/img")
     assert text.count("|---") == text.split("\n")[2].count("|") - 1
-    assert text.count("![") == 1 and len(text.split("\n")) < 20
+    assert "![" not in text and len(text.split("\n")) < 20
     for shape in ("seed", "dsv3", "qwen3-235b", "mixtral", "gpt-oss-120b", "qwen3-30b"):
         assert f"| {shape} | {report.size(shape)} |" in text
 
@@ -94,8 +94,7 @@ def test_bench_report_writes_plots_to_a_folder(tmp_path):
     page.write_text(MARKERS)
     for _ in range(2):  # the first run makes the folder, the second finds it
         assert cli.main(["report", str(path), "--readme", str(page), "--plots", str(folder)]) == 0
-        text = page.read_text()
-        assert "| c | 64 | 1.50 ms | 2.00× |" in text and "](docs/img/some_layers.png)" in text
+        assert "| c | 64 | 1.50 ms | 2.00× |" in page.read_text()
         assert (folder / "some_layers.png").exists() and not list(tmp_path.glob("*.png"))
 
 
@@ -107,8 +106,8 @@ def test_bench_report_prints_what_no_document_gets(tmp_path, capsys, document):
     rows = [row("layer", "c", impl, 1.5, tflops=9.0) for impl in ("epmoe layer", "torch layer")]
     options = [document, str(page)] if document else []
     assert cli.main(["report", str(write(tmp_path / "some.json", rows)), *options]) == 0
-    assert ("![Time of a whole layer" in capsys.readouterr().out) == (document is None)
-    assert ("![Time of a whole layer" in page.read_text()) == (document is not None)
+    assert ("| c |" in capsys.readouterr().out) == (document is None)
+    assert ("| c |" in page.read_text()) == (document is not None)
 
 
 def test_bench_report_refuses_a_file_in_place_of_the_folder(tmp_path, capsys):

@@ -159,10 +159,6 @@ def test_docs_navigation_has_all_pages():
     assert listed == {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
 
 
-def test_docs_readme_is_short():
-    assert len(text_of("README.md").splitlines()) <= 150
-
-
 # ---- commands, files and names ----
 
 

@@ -1,6 +1,6 @@
 """python -m epmoe.bench report FILE: tables and plots from the figures that --json wrote.
 
---readme puts a short table and one plot into a README. --page puts all tables and plots into a page.
+--readme puts a short table into a README. --page puts all tables and plots into a page.
 --plots names the folder of the plots (default: the folder of FILE), which is made if it does not exist.
 
 Where FILE is NAME.json, the command also reads two more files of the same folder, if they exist:
@@ -253,8 +253,8 @@ def images(figures, plots, folder, *names):
             for line in ("", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})")]
 
 
-def short_block(figures, plots, folder):
-    """Return the text between the markers of the README: one table and one plot."""
+def short_block(figures, *_):
+    """Return the text between the markers of the README: one table.  The plot is at the top of the page."""
     lines = cpu_note(figures)
     if not figures.shapes("layer"):
         return "\n".join([*lines, f"{of_run(figures.result)}: no figures of whole layers."]) + "\n"
@@ -271,7 +271,7 @@ def short_block(figures, plots, folder):
         o = figures.one_gpu
         notes.append("† Forward and backward of one rank of four, alone on one GPU, so nothing crosses a "
                      f"link ({o['machine']}, {o['date']}).")
-    return "\n".join([*lines, *_wrapped([" ".join(notes)]), *images(figures, plots, folder, "layers")]) + "\n"
+    return "\n".join([*lines, *_wrapped([" ".join(notes)])]) + "\n"
 
 
 def block(figures, plots, folder):
