@@ -1,4 +1,4 @@
-"""python -m epmoe.bench decode and worklog, one rank: their checks find wrong results, their shapes fit."""
+"""python -m benchmarks decode and worklog, one rank: their checks find wrong results, their shapes fit."""
 
 import json
 import unittest.mock
@@ -9,8 +9,8 @@ import torch
 
 import epmoe
 from bench_cases import on_the_cpu, run_command  # noqa: F401
-from epmoe.bench import cli, decode, worklog
-from epmoe.bench.decode_calls import arrived
+from benchmarks import cli, decode, worklog
+from benchmarks.decode import arrived
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent

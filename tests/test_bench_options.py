@@ -1,4 +1,4 @@
-"""The command line of python -m epmoe.bench: options, refused arguments, ranks that it starts, progress."""
+"""The command line of python -m benchmarks: options, refused arguments, ranks that it starts, progress."""
 
 import os
 import re
@@ -12,9 +12,9 @@ import torch
 
 import epmoe
 from bench_cases import COMMANDS, on_the_cpu, run_command  # noqa: F401
-from epmoe.bench import cli, layer, nodes, shapes, train
-from epmoe.bench.progress import Progress
-from epmoe.bench.run import Run
+from benchmarks import cli, layer, nodes, shapes, train
+from benchmarks.progress import Progress
+from benchmarks.run import Run
 from pace import HANG_S
 
 pytestmark = pytest.mark.cpu_only
@@ -121,7 +121,7 @@ def test_bench_train_alternates_in_rounds(run_of, on_gpu, iters, rounds):
 def bench(*arguments, **env):
     """Run the command in a process. Return (exit code, stdout, stderr)."""
     variables = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "epmoe.bench", *arguments]
+    command = [sys.executable, "-m", "benchmarks", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S,
                           env=variables | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env)
     return done.returncode, done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""python -m epmoe.bench report: tables and plots match the JSON files from which they are made.
+"""python -m benchmarks report: tables and plots match the JSON files from which they are made.
 
 This includes the tables and plots of README.md and docs/performance.md.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from epmoe.bench import cli, plots, report
+from benchmarks import cli, plots, report
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,7 +171,7 @@ def test_bench_report_names_missing_rows_and_plots(tmp_path, capsys):
     _, text = make_report(tmp_path, rows, machine="4 x GPU", gpus=4, cuda="13")
     out = capsys.readouterr().out
     for bench in ("a2a", "sm", "layer"):
-        assert f"no rows of {bench}: python -m epmoe.bench {bench}" in out
+        assert f"no rows of {bench}: python -m benchmarks {bench}" in out
     assert "no rows of tokens" not in out and ".png" not in text and not list(tmp_path.glob("*.png"))
     for name in NAMES:
         assert f"not made: the plot {name}" in out

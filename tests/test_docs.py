@@ -194,16 +194,16 @@ def missing_targets(words):
 
 
 def missing_modules(words):
-    """Return the modules after -m, and the benches of epmoe.bench, that epmoe does not have."""
-    from epmoe.bench.cli import BENCHES, COMPUTES
+    """Return the modules of epmoe after -m that do not exist, and the benches."""
+    from benchmarks.cli import BENCHES, COMPUTES
 
     missing = []
     for option, module, *rest in (words[i:] for i in range(len(words) - 1)):
-        if option != "-m" or not module.startswith("epmoe"):
+        if option != "-m" or not module.startswith(("epmoe", "benchmarks")):
             continue
         if not importlib.util.find_spec(module):
             missing.append(module)
-        if module == "epmoe.bench" and rest and re.fullmatch(r"\w+", rest[0]):
+        if module == "benchmarks" and rest and re.fullmatch(r"\w+", rest[0]):
             missing += [rest[0]] if rest[0] not in {*BENCHES, *COMPUTES, "all"} else []
     return missing
 
