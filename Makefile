@@ -109,8 +109,8 @@ bench: build
 	$(PYTHON) -m benchmarks $(ARGS)
 
 report: build
-	$(PYTHON) -m benchmarks report benchmarks/h200x4.json --readme README.md --page docs/performance.md --plots docs/img
-	$(PYTHON) -m benchmarks report benchmarks/decode_h200.json --page docs/experiments/decode.md --plots docs/img
+	$(PYTHON) -m benchmarks report benchmarks/results/h200x4.json --readme README.md --page docs/performance.md --plots docs/img
+	$(PYTHON) -m benchmarks report docs/experiments/data/runs/decode_h200.json --page docs/experiments/decode.md --plots docs/img
 	$(PYTHON) docs/tables.py
 
 # A check that could not run is not a success. All checks that did not run are printed at the end.

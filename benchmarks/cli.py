@@ -2,7 +2,7 @@
 
 Under torchrun, a rank for each GPU:  torchrun --nproc-per-node 4 -m benchmarks all --json FILE
 Without torchrun it starts ranks:     python -m benchmarks   (one for each GPU, at most 8; four on the CPU)
-The tables and the plots:             python -m benchmarks report benchmarks/h200x4.json
+The tables and the plots:             python -m benchmarks report benchmarks/results/h200x4.json
 
 On a machine without a GPU the shapes are small, and the figures say nothing about GPUs.
 """
@@ -88,7 +88,9 @@ def parse(argv):
                        help="gemm, layer: those of FP8, beside 16 bits, with their errors")
         s.add_argument("--iters", type=positive,
                        help="runs; the median counts (default: 30, on the CPU 10; gemm: rounds, 6 and 3)")
-        s.add_argument("--json", type=new_file, metavar="FILE", help="write all figures to FILE (rank 0)")
+        s.add_argument("--json", type=new_file, metavar="FILE", 
+                       help="write all figures to FILE (rank 0); a single bench adds its rows to those "
+                            "that FILE has")
         s.add_argument("--trace", type=new_file, metavar="FILE",
                        help="overlap: write a trace of all ranks for Perfetto, and a plot (rank 0)")
         s.add_argument("--commit", help="commit to record with the figures; default: that of the checkout")

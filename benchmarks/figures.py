@@ -1,11 +1,67 @@
-"""The figures of report.py and plots.py: the rows of a file that --json wrote, and of the files beside it."""
+"""Figures: how a file of them is written, and what report.py and plots.py read from it.
+
+A file has the figures of one machine: {"machine": .., "date": .., "commit": .., "rows": [{..}, ..]}, one row
+a line. A row of another run has the fields of RUN itself, as far as they differ from those of the file.
+"""
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
 BENCHES = ("a2a", "sm", "tokens", "layer", "growth", "ablation", "gemm", "decode")
+RUN = ("cuda", "torch", "date", "commit")
+KEY = ("bench", "shape", "tokens", "impl", "num_sm")  # a file has no two rows that agree in all of these
+
+
+def text_of(figures):
+    """Return the figures as JSON: a field of the head a line, and a row a line."""
+    head = [f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)},\n"
+            for key, value in figures.items() if key != "rows"]
+    rows = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in figures["rows"])
+    return f"{{\n{''.join(head)} \"rows\": [\n{rows}\n ]\n}}\n"
+
+
+def merged(before, figures):
+    """Return the figures of a file with those of a new run on the same machine.
+
+    A new row takes the place of the row with its KEY. If no row stays, the result is the new run alone.
+    """
+    own = {field: figures[field] for field in RUN if figures[field] != before[field]}
+    new = {tuple(map(row.get, KEY)): row | own for row in figures["rows"]}
+    stay = [row for row in before["rows"] if tuple(map(row.get, KEY)) not in new]
+    if not stay:
+        return figures
+    rows = [new.pop(tuple(map(row.get, KEY)), row) for row in before["rows"]]
+    return before | {"rows": [*rows, *new.values()]}
+
+
+def runs_of(figures, *benches):
+    """Return the runs of which the rows are, all or those of some benches: a head without rows for each."""
+    head = {key: value for key, value in figures.items() if key != "rows"}
+    runs = [head | {field: row[field] for field in RUN if field in row} for row in figures["rows"]
+            if not benches or row["bench"] in benches]
+    return [run for i, run in enumerate(runs) if run not in runs[:i]] or [head]
+
+
+def figures_before(path, head):
+    """Return the figures that a file has, to which those of a run will be added, or None without the file.
+
+    Raises ValueError when the file has other contents, or figures of another machine or number of ranks.
+    """
+    if not Path(path).exists():
+        return None
+    try:
+        before = json.loads(Path(path).read_text())
+        theirs, ours = ((h["machine"], h["ranks"]) for h in (before, head))
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"--json {path}: the file exists, and has no figures of a benchmark") from None
+    if theirs != ours:
+        theirs, ours = (f"{num_ranks} ranks on {machine}" for machine, num_ranks in (theirs, ours))
+        raise ValueError(f"--json {path}: the file has figures of {theirs}, these are of {ours}: name "
+                         f"another file")
+    return before
 
 
 def _matches(row, more):
@@ -13,14 +69,14 @@ def _matches(row, more):
 
 
 class Figures:
-    """The rows of FILE, of the file with DeepEP's recorded figures, and of the file with one rank alone."""
+    """The rows of FILE, of the file with DeepEP's recorded figures, and of the file of one GPU alone."""
 
     def __init__(self, path, plots=None):
         path = Path(path)
         texts = [path.read_text()]
-        for other in ("deep_ep", "one_gpu"):
-            beside = path.with_name(f"{other}_{path.name}")
-            texts.append(beside.read_text() if beside.exists() else "{}")
+        one_gpu = re.sub(r"x\d+$", "", path.stem)
+        for beside in (path.with_name(f"deep_ep_{path.name}"), path.with_name(f"{one_gpu}.json")):
+            texts.append(beside.read_text() if beside.exists() and beside != path else "{}")
         self.path, self.plots = path, Path(plots) if plots else path.parent
         self.result, self.recorded, self.one_gpu = map(json.loads, texts)
         # Each plot carries this digest of its figures.

@@ -3,9 +3,9 @@
 --readme puts a short table and one plot into a README. --page puts all tables and plots into a page.
 --plots names the folder of the plots (default: the folder of FILE), which is made if it does not exist.
 
-Where FILE is NAME.json, the command also reads two more files of the same folder, if they exist:
-deep_ep_NAME.json  figures of DeepEP from another run; DeepEP's rows in FILE take precedence
-one_gpu_NAME.json  figures of one rank alone on one GPU, with the training step
+The command also reads two more files of the folder of FILE, if they exist. Where FILE is h200x4.json:
+deep_ep_h200x4.json  figures of DeepEP from another run; DeepEP's rows in FILE take precedence
+h200.json            figures of one rank alone on one such GPU, with the training step
 
 If FILE has no rows for a table or a plot, the command leaves it out and says so.
 """
@@ -18,7 +18,7 @@ import textwrap
 from pathlib import Path
 
 from . import plots
-from .figures import STAGES, Figures, plot_name
+from .figures import STAGES, Figures, plot_name, runs_of
 from .shapes import SHAPES
 
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -201,11 +201,14 @@ def gemm_table(figures):
 # ---- the texts between the markers ----
 
 
-def of_run(result):
-    """Return one line about a run: machine, versions, date and commit."""
-    cuda = f"CUDA {result['cuda']}, " if result["cuda"] else ""
-    commit = result["commit"] or "unknown"
-    return f"{result['machine']}, {cuda}torch {result['torch']}, {result['date']}, commit {commit}"
+def of_runs(result, *benches):
+    """Return a text about the runs of the rows, all or those of some benches: machine, versions, commit."""
+    def of_run(run):
+        cuda = f"CUDA {run['cuda']}, " if run["cuda"] else ""
+        commit = run["commit"] or "unknown"
+        return f"{run['machine']}, {cuda}torch {run['torch']}, {run['date']}, commit {commit}"
+
+    return "; ".join(map(of_run, runs_of(result, *benches)))
 
 
 def _wrapped(lines):
@@ -257,8 +260,8 @@ def short_block(figures, plots, folder):
     """Return the text between the markers of the README: one table and one plot."""
     lines = cpu_note(figures)
     if not figures.shapes("layer"):
-        return "\n".join([*lines, f"{of_run(figures.result)}: no figures of whole layers."]) + "\n"
-    lines += [f"One MoE layer, {of_run(figures.result)}:", "", *short_table(figures), ""]
+        return "\n".join([*lines, f"{of_runs(figures.result)}: no figures of whole layers."]) + "\n"
+    lines += [f"One MoE layer, {of_runs(figures.result, 'layer')}:", "", *short_table(figures), ""]
     notes = ["H, I, E, K are hidden size, inner size, experts and choices per token; T is the number of "
              "tokens of each rank; 2× is twice as fast.",
              "torch + NCCL is sort, `all_to_all_single`, `torch._grouped_mm` and weighted sum, in the same "
@@ -276,7 +279,7 @@ def short_block(figures, plots, folder):
 
 def block(figures, plots, folder):
     """Return the text between the markers of the page.  `plots`: {name: alternative text}."""
-    lines = [*cpu_note(figures), f"{of_run(figures.result)}.", "", *sources(figures)]
+    lines = [*cpu_note(figures), f"{of_runs(figures.result)}.", "", *sources(figures)]
     if figures.shapes("layer"):
         lines += ["", "### Whole layers", "",
                   "Forward. \"GEMMs alone\" are torch's two grouped GEMMs on the same rows, measured "
@@ -286,7 +289,7 @@ def block(figures, plots, folder):
     lines += images(figures, plots, folder, "layers", "growth")
     for title, run in (("Training step", figures.result), ("Training step of one rank", figures.one_gpu)):
         if table_of_run := train_table(run.get("rows", [])):
-            what = _wrapped([f"{of_run(run)}. {run.get('what', '')}".strip()])
+            what = _wrapped([f"{of_runs(run, 'train')}. {run.get('what', '')}".strip()])
             lines += ["", f"### {title}", "", *what, "", *table_of_run]
     if figures.shapes():
         lines += ["", "### Plan, dispatch and combine", "", *table(figures)]

@@ -1,7 +1,6 @@
 """Run: one rank's part of a benchmark: device, inputs, peers, and the rows of the table and the file."""
 
 import datetime
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 import epmoe
 
-from . import deep_ep
+from . import deep_ep, figures
 from .measure import slowest, timed
 from .progress import Progress
 from .shapes import SHAPES
@@ -67,6 +66,13 @@ class Run:
                      "cuda": torch.version.cuda, "torch": torch.__version__,
                      "date": datetime.date.today().isoformat(),
                      "commit": self.options.commit or commit(), **({} if gpu else {"note": CPU_NOTE})}
+        self.before, error = None, ""
+        if self.options.json and self.options.bench != "all" and self.rank == 0:
+            try:
+                self.before = figures.figures_before(self.options.json, self.head)
+            except ValueError as e:
+                error = str(e)
+        self.agree(error)
 
     def progress(self, num_steps):
         self.bar = Progress(num_steps, on=self.rank == 0)
@@ -181,7 +187,9 @@ class Run:
 
     def save(self):
         if self.options.json and self.rank == 0:
-            Path(self.options.json).write_text(json.dumps({**self.head, "rows": self.rows}, indent=1) + "\n")
+            found = {**self.head, "rows": self.rows}
+            found = figures.merged(self.before, found) if self.before else found
+            Path(self.options.json).write_text(figures.text_of(found))
 
     def close(self):
         if self.options.json:

@@ -5,8 +5,9 @@
     tables.py --check    fail if a page has another table than its file
 
 A page has <!-- table NAME --> and <!-- /table --> around the table of data/NAME.json:
-{"experiment": "E-007", "what": .., "columns": [..], "rows": [[..], ..]}.  A cell is a text, a number, or null for an empty cell.
+{"experiment": "E-007", "what": .., "columns": [..], "rows": [[..], ..]}, one row a line.  A cell is a text, a number, or null for an empty cell.
 A number is printed as the file has it, so a file keeps 0.90 as the text "0.90" where the last digit matters.
+The files of data/runs are figures that benches wrote (python -m benchmarks report reads them): older ones, which entries name.
 """
 
 import json

@@ -120,7 +120,7 @@ def test_bench_worklog_has_the_shapes_of_the_problem():
 
 def test_bench_worklog_published_times_are_of_its_problems():
     """Another size makes the times of docs/performance.md those of another problem."""
-    rows = json.loads((ROOT / "benchmarks/h200x4.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks/results/h200x4.json").read_text())["rows"]
     shapes = [worklog.shape_of(problem, on_gpu=True) for problem in worklog.PROBLEMS]
     assert ({(r["shape"], r["tokens"]) for r in rows if r["bench"] == "worklog"}
             == {(s.name, s.tokens) for s in shapes})

@@ -240,10 +240,16 @@ def test_docs_files_and_names_exist(name):
 
 
 def test_docs_figures_of_experiments_exist():
-    """An entry names the file of its figures, so the file must stay."""
-    cited = {path for name in NAMES for path in re.findall(r"`(benchmarks/\w+\.json)`", text_of(name))}
+    """An entry names the file of its figures, so the file must stay. A file of older runs that no page names
+    has no reader: delete it.
+    """
+    folders = "benchmarks/results", "docs/experiments/data/runs"
+    file = re.compile(rf"`((?:{'|'.join(folders)})/\w+\.json)`")
+    cited = {path for name in NAMES for path in file.findall(text_of(name))}
     assert len(cited) > 10
     assert not [path for path in cited if not (ROOT / path).is_file()]
+    older = {str(path.relative_to(ROOT)) for path in (ROOT / folders[1]).iterdir()}
+    assert not older - cited
 
 
 def test_docs_reference_has_every_public_name():
