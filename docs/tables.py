@@ -5,10 +5,11 @@
     tables.py --check    fail if a page has another table than its file
 
 A page has <!-- table NAME --> and <!-- /table --> around the table of data/NAME.json:
-{"experiment": "E-007", "what": .., "columns": [..], "rows": [[..], ..]}.  A cell is a text, a number, or null for an empty cell.
+{"experiment": "E-007", "what": .., "columns": [..], "rows": [[..], ..]}, one row a line.  A cell is a text, a number, or null for an empty cell.
 A number is printed as the file has it, so a file keeps 0.90 as the text "0.90" where the last digit matters.
 
 Each file of data/ is a table of a page or has a link in one.  data/records.json has a record for each entry of the pages.
+The files of data/runs are figures that benches wrote (python -m benchmarks report reads them): older ones, which entries name.
 """
 
 import json

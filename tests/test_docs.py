@@ -190,16 +190,16 @@ def missing_targets(words):
 
 
 def missing_modules(words):
-    """Return the modules after -m, and the benches of epmoe.bench, that epmoe does not have."""
-    from epmoe.bench.cli import BENCHES, COMPUTES
+    """Return the modules of epmoe after -m that do not exist, and the benches."""
+    from benchmarks.cli import BENCHES, COMPUTES
 
     missing = []
     for option, module, *rest in (words[i:] for i in range(len(words) - 1)):
-        if option != "-m" or not module.startswith("epmoe"):
+        if option != "-m" or not module.startswith(("epmoe", "benchmarks")):
             continue
         if not importlib.util.find_spec(module):
             missing.append(module)
-        if module == "epmoe.bench" and rest and re.fullmatch(r"\w+", rest[0]):
+        if module == "benchmarks" and rest and re.fullmatch(r"\w+", rest[0]):
             missing += [rest[0]] if rest[0] not in {*BENCHES, *COMPUTES, "all"} else []
     return missing
 
@@ -236,10 +236,16 @@ def test_docs_files_and_names_exist(name):
 
 
 def test_docs_figures_of_experiments_exist():
-    """An entry names the file of its figures, so the file must stay."""
-    cited = {path for name in NAMES for path in re.findall(r"`(benchmarks/\w+\.json)`", text_of(name))}
+    """An entry names the file of its figures, so the file must stay. A file of older runs that no page names
+    has no reader: delete it.
+    """
+    folders = "benchmarks/results", "docs/experiments/data/runs"
+    file = re.compile(rf"`((?:{'|'.join(folders)})/\w+\.json)`")
+    cited = {path for name in NAMES for path in file.findall(text_of(name))}
     assert len(cited) > 10
     assert not [path for path in cited if not (ROOT / path).is_file()]
+    older = {str(path.relative_to(ROOT)) for path in (ROOT / folders[1]).iterdir()}
+    assert not older - cited
 
 
 def test_docs_reference_has_every_public_name():

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import epmoe
+from benchmarks.shapes import SHAPES
 from epmoe import _C
 from epmoe.moe import experts as experts_ops
-from epmoe.bench.shapes import SHAPES
 from epmoe.a2a.fused import fuses
 from epmoe.gemm.grouped import DGRAD, as_kernel
 from fused_cases import Experts
