@@ -10,7 +10,7 @@
 #include "protocol/low_latency.h"
 #include "protocol/params.h"
 #include "protocol/quantize.h"
-#include "runtime/orphan.h"
+#include "runtime/deferred_free.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
 typedef struct {
@@ -123,9 +123,9 @@ int ep_heap_check_open(const EpHeap *heap);
 /* Local: the owner of this allocation was destroyed without a close. The allocation is free after all ranks
  * have said this of it, from their next allocation or free on, which is collective. */
 void ep_heap_drop(EpHeap *heap, uint64_t off);
-/* The layers of the heap that are orphans. They hold no reference to it. */
-EpOrphans *ep_heap_layers(EpHeap *heap);
-/* Destroy the orphans of the heap and of its world. May wait for the GPU. */
-void ep_heap_reap(EpHeap *heap);
+/* The layers of the heap whose free is deferred (deferred_free.h). They hold no reference to it. */
+EpDeferredFrees *ep_heap_deferred_layers(EpHeap *heap);
+/* Run the deferred frees of the heap and of its world. May wait for the GPU. */
+void ep_heap_run_deferred_frees(EpHeap *heap);
 
 #endif /* EP_BACKEND_H */

@@ -12,7 +12,7 @@
  * and tells the others. Their memory, and that of a heap that is released before the close, is left to the
  * world (ep_memory_keep), which frees it at its own release. If a later heap cannot be allocated, the error
  * says how many bytes are kept.
- * The last release of a GPU heap is a destructor, which makes no call of CUDA (orphan.h). */
+ * The last release of a GPU heap is a destructor, which makes no call of CUDA (deferred_free.h). */
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -66,7 +66,7 @@ static bool has_memory(const EpHeap *h) {
 /* Free all that a heap has. The reference to its world is released already, but the world is still there. */
 static void destroy(void *heap) {
     EpHeap *h = (EpHeap *)heap;
-    ep_orphans_destroy(&h->layers);
+    ep_run_deferred_frees(&h->layers);
     if (h->has_control) ep_comm_close(&h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) drop_memory(h, r);
     pthread_mutex_destroy(&h->drop_lock);
@@ -77,16 +77,17 @@ void ep_heap_release(EpHeap *h) {
     if (!h || atomic_fetch_sub(&h->num_refs, 1) != 1) return;
     EpWorld *world = h->world;
     if (ep_world_is_forked(world)) return; /* the memory and its handles belong to the parent process */
-    if (h->kind == EP_CUDA && has_memory(h)) ep_orphan_add(ep_world_orphans(world), &h->orphan, destroy, h);
+    if (h->kind == EP_CUDA && has_memory(h))
+        ep_defer_free(ep_world_deferred_frees(world), &h->deferred_free, destroy, h);
     else destroy(h);
     ep_world_release(world);
 }
 
-EpOrphans *ep_heap_layers(EpHeap *h) { return &h->layers; }
+EpDeferredFrees *ep_heap_deferred_layers(EpHeap *h) { return &h->layers; }
 
-void ep_heap_reap(EpHeap *h) {
-    ep_orphans_destroy(&h->layers);
-    ep_orphans_destroy(ep_world_orphans(h->world));
+void ep_heap_run_deferred_frees(EpHeap *h) {
+    ep_run_deferred_frees(&h->layers);
+    ep_run_deferred_frees(ep_world_deferred_frees(h->world));
 }
 
 void ep_heap_retain_view(EpHeap *h, uint32_t peer) {
@@ -112,7 +113,7 @@ static int give_memory_back(EpHeap *h) {
     const uint32_t me = ep_world_rank(h->world);
     const bool has_peer_views = atomic_load(&h->num_peer_views) != 0;
     unsigned char mine = has_peer_views, all[EP_MAX_RANKS];
-    ep_heap_reap(h);
+    ep_heap_run_deferred_frees(h);
     ep_comm_close(&h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++)
         if (r != me && !has_peer_views) drop_memory(h, r);

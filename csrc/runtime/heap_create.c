@@ -235,9 +235,9 @@ int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_
     uint64_t record;
     EP_TRY(ep_world_check(world));
     EP_TRY(ep_world_enter_call(world, &call, &record));
-    ep_orphans_destroy(ep_world_orphans(world)); /* the new heap may need their memory */
+    ep_run_deferred_frees(ep_world_deferred_frees(world)); /* the new heap may need their memory */
     int code = create(world, kind, device, num_bytes, status, out);
     ep_world_leave_call(world, record, code);
-    if (code) ep_orphans_destroy(ep_world_orphans(world)); /* the heap that could not be made */
+    if (code) ep_run_deferred_frees(ep_world_deferred_frees(world)); /* the heap that could not be made */
     return code;
 }

@@ -193,8 +193,8 @@ int ep_world_close(EpWorld *w, bool collective) {
     int code = 0;
     unsigned char mine = 0, all[EP_MAX_RANKS];
     char why[256];
-    if (ep_world_is_forked(w)) return 0; /* the sockets and the watchdog thread belong to the parent */
-    ep_orphans_destroy(&w->orphans);     /* while the watchdog thread can still end their waits */
+    if (ep_world_is_forked(w)) return 0;       /* the sockets and the watchdog thread belong to the parent */
+    ep_run_deferred_frees(&w->deferred_frees); /* while the watchdog thread can still end their waits */
     pthread_mutex_lock(&w->lock);
     bool was_closed = w->closed;
     pthread_mutex_unlock(&w->lock);
@@ -308,7 +308,7 @@ int ep_world_set_timeout(EpWorld *w, double timeout_s) {
     return 0;
 }
 
-EpOrphans *ep_world_orphans(EpWorld *w) { return &w->orphans; }
+EpDeferredFrees *ep_world_deferred_frees(EpWorld *w) { return &w->deferred_frees; }
 
 bool ep_world_at_release(EpWorld *w, void (*action)(void *), void *argument) {
     EpAction *a = (EpAction *)malloc(sizeof *a);

@@ -3,8 +3,8 @@
  * the call records of the flight record. */
 #ifndef EP_WORLD_H
 #define EP_WORLD_H
+#include "runtime/deferred_free.h"
 #include "runtime/flight_record.h"
-#include "runtime/orphan.h"
 
 EpWorld *ep_world_retain(EpWorld *world);
 /* 0, or an error in a process that was forked, and in a signal handler that runs while this thread waits.
@@ -54,8 +54,8 @@ uint16_t ep_world_number_layer(EpWorld *world);
 /* Call action(argument) after the last reference to the world was released. The action registered last runs
  * first. False: the registration could not be allocated. */
 bool ep_world_at_release(EpWorld *world, void (*action)(void *), void *argument);
-/* The heaps of this world that are orphans. They hold no reference to it. */
-EpOrphans *ep_world_orphans(EpWorld *world);
+/* The heaps of this world whose free is deferred (deferred_free.h). They hold no reference to it. */
+EpDeferredFrees *ep_world_deferred_frees(EpWorld *world);
 /* True in a process that was forked from the process that created the world. */
 bool ep_world_is_forked(const EpWorld *world);
 

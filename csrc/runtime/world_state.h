@@ -64,8 +64,8 @@ struct EpWorld {
     uint32_t node, first_rank;
     const EpCommBuffer *watched[EP_MAX_WATCHED];
     EpAction *at_release;
-    EpOrphans orphans; /* needs no lock */
-    EpRecord record;   /* the call records of all ranks; complete after the world has ended */
+    EpDeferredFrees deferred_frees; /* needs no lock */
+    EpRecord record;                /* the call records of all ranks; complete after the world has ended */
     /* Detection of mismatched calls; see check_call_order. */
     EpRecord stuck;                    /* call records of the ranks that are stuck */
     uint64_t stuck_step[EP_MAX_RANKS]; /* the step in which each rank is stuck, or 0 */
