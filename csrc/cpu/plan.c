@@ -51,7 +51,8 @@ static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const 
 }
 
 /* Send this rank's cells to all ranks, and wait for theirs. False: the operation is void. */
-static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpWrong *wrong, uint64_t epoch) {
+static bool all_gather_counts(const EpPlanParams *p, const uint32_t *my_cells, EpWrong *wrong,
+                              uint64_t epoch) {
     const EpComm *c = &p->comm;
     const EpShape *s = &c->shape;
     uint32_t num_cells = c->layout.num_count_cells;
@@ -194,7 +195,7 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
                       ? scatter + tokens_before * s->num_topk
                       : NULL;
     }
-    if (!exchange_counts(p, cells, wrong, epoch)) return EP_EPEER;
+    if (!all_gather_counts(p, cells, wrong, epoch)) return EP_EPEER;
     int32_t code = judge_counts(p, counts, wrong, epoch);
     if (code) return code;
     for (uint32_t r = 0; r < s->num_ranks; r++)

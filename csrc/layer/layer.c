@@ -123,7 +123,7 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
     Offer mine = {*config, status}, all[EP_MAX_RANKS];
     char why[512], a[16], b[16];
     snprintf(why, sizeof why, "%s", ep_error_text());
-    EP_TRY(ep_world_exchange(world, &mine, sizeof mine, all));
+    EP_TRY(ep_world_all_gather(world, &mine, sizeof mine, all));
     if (status) return ep_error(status, "%s", why);
     for (uint32_t r = 0; r < ep_world_size(world); r++)
         if (all[r].status)
@@ -272,7 +272,7 @@ static int close_layer(EpLayer *l) {
     char why[512];
     if (l->closed) return 0; /* by another thread, while this one waited to enter the call */
     int code = ep_heap_check_open(l->heap);
-    if (!code) code = ep_world_exchange(world, &mine, 1, all);
+    if (!code) code = ep_world_all_gather(world, &mine, 1, all);
     snprintf(why, sizeof why, "%s", ep_error_text());
     /* A rank was in another call. Nothing has happened. */
     if (code && code != EP_ECLOSED && !ep_world_check(world)) return ep_error(code, "%s", why);

@@ -117,7 +117,7 @@ static int give_memory_back(EpHeap *h) {
     ep_comm_close(&h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++)
         if (r != me && !has_peer_views) drop_memory(h, r);
-    EP_TRY(ep_world_exchange(h->world, &mine, 1, all));
+    EP_TRY(ep_world_all_gather(h->world, &mine, 1, all));
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) h->is_mapped |= r != me && all[r];
     if (atomic_load(&h->num_views) == 0) drop_memory(h, me);
     return 0;
@@ -130,8 +130,8 @@ int ep_heap_close(EpHeap *h) {
     EP_TRY(ep_world_enter_call(h->world, &(EpCallRecord){.what = EP_CALL_HEAP_CLOSE, .of = h->control.of},
                                &record));
     int synced = ep_heap_quiesce(h);
-    int code = ep_world_exchange(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
-    /* If the exchange failed and the world has not ended, a rank was in another call. All must close
+    int code = ep_world_all_gather(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
+    /* If the all-gather failed and the world has not ended, a rank was in another call. All must close
      * again. */
     h->closed = !code || ep_world_check(h->world) != 0;
     if (!code && h->kind == EP_CUDA) code = give_memory_back(h);
@@ -156,7 +156,7 @@ typedef struct {
     Call call;
     uint64_t dropped[DROP_WORDS];
 } Offer;
-_Static_assert(sizeof(Offer) <= EP_EXCHANGE_BYTES, "an offer fits into one exchange");
+_Static_assert(sizeof(Offer) <= EP_ALL_GATHER_BYTES, "an offer fits into one all-gather");
 
 void ep_heap_drop(EpHeap *h, uint64_t off) {
     pthread_mutex_lock(&h->drop_lock);
@@ -193,7 +193,7 @@ static int agree(EpHeap *h, const Call *call) {
     Offer mine = {*call, {0}}, all[EP_MAX_RANKS];
     EP_TRY(ep_heap_check_open(h));
     offer_dropped(h, mine.dropped);
-    EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
+    EP_TRY(ep_world_all_gather(h->world, &mine, sizeof mine, all));
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
         const Call *its = &all[r].call, *first = &all[0].call;
         const unsigned long long size = its->num_bytes, first_size = first->num_bytes;
@@ -230,7 +230,8 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
     code = h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes,
                             NULL);
     if (!code) code = h->backend->sync(h->device, NULL, h->world);
-    /* After this exchange all ranks have zeroed their part. So no peer writes into it before it is zeroed. */
+    /* After this all-gather all ranks have zeroed their part. So no peer writes into it before it is
+     * zeroed. */
     code = ep_world_agree(h->world, code, "clear its part of an allocation");
     if (code) ep_allocator_give_back(&h->allocator, *off);
     return code;

@@ -1,4 +1,4 @@
-/* world.c - creates, closes and releases a world. exchange.c implements the exchanges between the ranks,
+/* world.c - creates, closes and releases a world. all_gather.c implements the all-gathers between the ranks,
  * watchdog.c the thread that reads the sockets, and world_end.c the end of a world.
  *
  * Exports: the functions ep_world_* of epmoe.h and world.h, except those of the other three files.
@@ -202,7 +202,7 @@ int ep_world_close(EpWorld *w, bool collective) {
     if (collective) {
         uint64_t record;
         EP_TRY(ep_world_enter_call(w, &(EpCallRecord){.what = EP_CALL_CLOSE}, &record));
-        code = ep_world_exchange(w, &mine, 1, all);
+        code = ep_world_all_gather(w, &mine, 1, all);
         ep_world_leave_call(w, record, code);
     }
     /* Keep the text: sending the goodbye to a dead peer also fails, and would overwrite the reason. */

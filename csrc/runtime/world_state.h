@@ -1,5 +1,5 @@
 /* world_state.h - the fields of a world, for the four files that implement it. world.c creates and closes a
- * world, exchange.c implements the exchanges, watchdog.c is the thread that reads the sockets, and
+ * world, all_gather.c implements the all-gathers, watchdog.c is the thread that reads the sockets, and
  * world_end.c ends the world. The other three call world_end.c, which calls none of them.
  * Invariant: after creation and before release, the fields below `lock` are used only while the lock is held.
  * The host threads and the watchdog thread share them. */
@@ -13,12 +13,12 @@
 #include "runtime/socket.h"
 #include "runtime/world.h"
 
-/* A peer is at most one exchange ahead, because an exchange ends only after every rank has sent its frame. So
- * two places for each peer are enough. */
+/* A peer is at most one all-gather ahead, because an all-gather ends only after every rank has sent its
+ * frame. So two places for each peer are enough. */
 #define EP_NUM_INBOX 2u
 #define EP_MAX_WATCHED 256u
 
-/* A place for one exchange frame of a peer. The watchdog thread fills it, the host thread empties it. */
+/* A place for one all-gather frame of a peer. The watchdog thread fills it, the host thread empties it. */
 typedef struct {
     EpFrame frame;
     int fd; /* the descriptor that came with the frame, or -1 */
@@ -55,7 +55,7 @@ struct EpWorld {
     bool in_haste;    /* the process is about to end, so drain waits at most HASTE_NS */
     int end_code;     /* EpCode with which the world ended; 0 while it has not ended */
     char end_text[EP_END_BYTES];
-    uint64_t seq; /* number of this rank's newest exchange */
+    uint64_t seq; /* number of this rank's newest all-gather */
     bool in_call; /* a thread of this rank is in a call of ep_world_enter_call */
     EpInbox inbox[EP_MAX_RANKS][EP_NUM_INBOX];
     uint64_t left_at_ns[EP_MAX_RANKS]; /* time at which a peer's goodbye arrived, or 0 */

@@ -62,7 +62,7 @@ static bool open_like_gpu(Rank *me, EpHeap **heap) {
     h->kind = EP_CUDA;
     h->backend = &fake;
     TRY(make_like_gpu(me, &h->control));
-    CHECK_CODE(me, 0, ep_world_exchange(me->world, &mine, 1, all));
+    CHECK_CODE(me, 0, ep_world_all_gather(me->world, &mine, 1, all));
     for (uint32_t r = 0; r < NUM_RANKS; r++)
         if (r != me->rank) {
             ep_memory_drop(h->memory[r]);
@@ -71,7 +71,7 @@ static bool open_like_gpu(Rank *me, EpHeap **heap) {
     atomic_store(&memory_of[me->rank], h->base[me->rank]);
     atomic_store(&freed_at[me->rank], 0);
     atomic_store(&unmapped_at[me->rank], 0);
-    CHECK_CODE(me, 0, ep_world_exchange(me->world, &mine, 1, all));
+    CHECK_CODE(me, 0, ep_world_all_gather(me->world, &mine, 1, all));
     num_calls = num_freed_words = num_unmapped = num_freed = 0;
     return true;
 }
