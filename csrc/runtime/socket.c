@@ -1,4 +1,4 @@
-/* socket.c - sending and receiving frames over AF_UNIX SOCK_SEQPACKET sockets. See socket.h. meeting.c
+/* socket.c - sending and receiving frames over AF_UNIX SOCK_SEQPACKET sockets. See socket.h. bootstrap.c
  * connects the sockets.
  *
  * Exports: ep_wire_send, ep_wire_receive and ep_wire_ms_left. */

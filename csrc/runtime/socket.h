@@ -1,5 +1,5 @@
 /* socket.h - sockets between the ranks of a world. They carry frames of one fixed size, each with at most one
- * file descriptor. Exports: send and receive a frame (socket.c); connect to all peers (meeting.c).
+ * file descriptor. Exports: send and receive a frame (socket.c); connect to all peers (bootstrap.c).
  * No function here blocks without a deadline. */
 #ifndef EP_WIRE_H
 #define EP_WIRE_H
