@@ -2,7 +2,7 @@
  *
  * heap.c and layer.c reach a backend only through the table EpBackend. Work is enqueued on a stream; on the
  * CPU it has finished when the function returns. Functions return 0, or a code with its error text set.
- * Invariant: operations of one launch lane run in the order of their calls, whatever their streams. */
+ * Invariant: operations of one launch sequence run in the order of their calls, whatever their streams. */
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
@@ -50,7 +50,7 @@ typedef struct {
     bool (*is_captured)(void *stream);
     /* Wait for all work that this process has enqueued on the device. */
     int (*sync_all)(int device);
-    /* The operations that wait for peers. Those of one lane (EpComm.launch_lane) run in the order of
+    /* The operations that wait for peers. Those of one sequence (EpComm.launch_sequence) run in the order of
      * these calls, whatever their streams. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);

@@ -4,7 +4,7 @@
  * kernels are in kernels/. The block comes directly from cudaMalloc, never from a framework's allocator,
  * because IPC shares whole allocations, and memory of a pool or of expandable segments cannot be shared.
  * Invariants: every function leaves the calling thread's current device as it was (guard.h). Operations of
- * one launch lane run in the order of their calls (launch_order.h). */
+ * one launch sequence run in the order of their calls (launch_order.h). */
 #include <cuda_runtime_api.h>
 #include <sched.h>
 #include <stdlib.h>
