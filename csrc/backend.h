@@ -19,19 +19,19 @@ typedef struct {
     int32_t runtime_version, driver_version;
 } EpHeapHandle;
 
-/* The memory from which a rank's heap is allocated. Ranks with the same device_id share this memory. */
+/* The device of a rank's heap, and its free memory. Ranks with the same device_id share it. */
 typedef struct {
     /* CUDA: the UUID of the GPU. CPU: zeros on every rank, because all ranks share the host memory. */
     unsigned char device_id[16];
     uint64_t free_bytes;
     uint32_t num_sms;   /* CUDA: SMs of the GPU. CPU: 0. */
     uint32_t may_share; /* ranks that are processes may share this device */
-} EpHeapRoom;
+} EpHeapDevice;
 
 typedef struct {
-    /* The free memory of this rank's device. heap.c compares it with the total need of all ranks that
-     * share it. */
-    int (*heap_room)(int device, EpHeapRoom *room);
+    /* This rank's device. sharing.c compares its free memory with the total need of all ranks that share
+     * it. */
+    int (*heap_device)(int device, EpHeapDevice *out);
     /* Allocate num_bytes on the device. heap_handle (and *fd, or -1) lets peers map the memory. */
     int (*heap_open)(int device, uint64_t num_bytes, void **memory, EpHeapHandle *heap_handle, int *fd);
     void (*heap_close)(int device, void *memory, uint64_t num_bytes);

@@ -65,7 +65,7 @@ static int self_test(EpHeap *h) {
  * requested size and backend, and the result of the step. */
 typedef struct {
     EpHeapHandle heap_handle;
-    EpHeapRoom room;
+    EpHeapDevice device;
     uint64_t wanted_bytes; /* the size that the caller has requested */
     int32_t code, kind;    /* 0 or an EpCode; EpBackendKind */
     char text[192];        /* the error text of code */
@@ -173,7 +173,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
                   EpHeap **out) {
     uint32_t me = ep_world_rank(world), W = ep_world_size(world);
     Offer mine, all[EP_MAX_RANKS];
-    EpHeapRoom rooms[EP_MAX_RANKS];
+    EpHeapDevice devices[EP_MAX_RANKS];
     int fd = -1, fds[EP_MAX_RANKS], code = 0;
     EpHeap *h = (EpHeap *)calloc(1, sizeof *h);
     if (!h) {
@@ -196,14 +196,14 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
         mine.code = ep_error(EP_EINVAL, "a heap of %llu bytes: must be 1 to %llu bytes",
                              (unsigned long long)num_bytes, MAX_HEAP_BYTES);
     h->num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN) + control_bytes(W);
-    if (!mine.code) mine.code = h->backend->heap_room(device, &mine.room);
+    if (!mine.code) mine.code = h->backend->heap_device(device, &mine.device);
     if (mine.code) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
     /* No rank allocates before all ranks know that they agree and that there is memory for all heaps. */
     EP_TRY_GOTO(code, ep_world_all_gather(world, &mine, sizeof mine, all), fail);
     EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
-    for (uint32_t r = 0; r < W; r++) rooms[r] = all[r].room;
-    EP_TRY_GOTO(code, ep_sharing_check(rooms, W, h->num_bytes, ep_world_is_threads(world)), fail);
-    h->reserved_sms = ep_sharing_reserved_sms(rooms, W, me);
+    for (uint32_t r = 0; r < W; r++) devices[r] = all[r].device;
+    EP_TRY_GOTO(code, ep_sharing_check(devices, W, h->num_bytes, ep_world_is_threads(world)), fail);
+    h->reserved_sms = ep_sharing_reserved_sms(devices, W, me);
     open_memory(h, &mine, &fd);
     EP_TRY_GOTO(code, ep_world_all_gather_fd(world, &mine, sizeof mine, all, fd, fds), fail);
     code = judge_offers(all, W, me);

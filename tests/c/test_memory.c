@@ -123,14 +123,14 @@ bool test_available_memory(void) {
         bool ok = mkdtemp(root);
         for (uint32_t j = 0; j < 8 && machines[i].files[j].path; j++)
             ok = ok && put_file(root, machines[i].files[j].path, machines[i].files[j].text);
-        uint64_t got = ok ? ep_room_bytes(root) : 0;
+        uint64_t got = ok ? ep_free_bytes(root) : 0;
         remove_tree(root);
         if (got != machines[i].want)
             fprintf(stderr, "machine %zu: %llu bytes are available, expected %llu\n", i,
                     (unsigned long long)got, (unsigned long long)machines[i].want);
         CHECK(me, ok && got == machines[i].want);
     }
-    CHECK(me, ep_room_bytes("") > 1 << 20);
+    CHECK(me, ep_free_bytes("") > 1 << 20);
     return true;
 }
 
@@ -148,7 +148,7 @@ bool test_memory_of_deep_group(void) {
     ok = ok && put_file(root, path, "1000\n");
     snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.current", text + 3);
     ok = ok && put_file(root, path, "300\n");
-    const uint64_t got = ok ? ep_room_bytes(root) : 0;
+    const uint64_t got = ok ? ep_free_bytes(root) : 0;
     remove_tree(root);
     CHECK(me, got == 700);
     return true;
