@@ -10,8 +10,8 @@
  * uses it or has it mapped. So the collective close has two steps: all ranks unmap the memory of their peers,
  * and then each rank frees its own. A rank that still has a tensor over the memory of a peer does not unmap,
  * and tells the others. Their memory, and that of a heap that is released before the close, is left to the
- * world (ep_memory_keep), which frees it at its own release. If a later heap cannot be allocated, the error
- * says how many bytes are kept.
+ * world (ep_memory_retain), which frees it at its own release. If a later heap cannot be allocated, the error
+ * says how many bytes are retained.
  * The last release of a GPU heap is a destructor, which makes no call of CUDA (deferred_free.h). */
 #include <stdatomic.h>
 #include <stdio.h>
@@ -53,7 +53,7 @@ static void drop_memory(EpHeap *h, uint32_t r) {
     if (!m && base && r != ep_world_rank(h->world)) h->backend->heap_unimport(h->device, base, h->num_bytes);
     if (!m || !ep_memory_drop(m)) return;
     if (m->address && may_free(h)) h->backend->heap_close(h->device, m->address, h->num_bytes);
-    else if (m->address) ep_memory_keep(h->world, h->backend, h->device, m->address, h->num_bytes);
+    else if (m->address) ep_memory_retain(h->world, h->backend, h->device, m->address, h->num_bytes);
     free(m);
 }
 

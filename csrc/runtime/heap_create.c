@@ -144,7 +144,7 @@ static int open_control(EpHeap *h) {
     int code = cleared ? cleared : ep_heap_open_buffer(h, &shape, &h->control);
     h->has_control = !code;
     EP_TRY(ep_world_agree(h->world, code, "make its heap"));
-    ep_allocator_keep(&h->allocator); /* statistics count only what the caller allocates */
+    ep_allocator_mark_internal(&h->allocator); /* statistics count only what the caller allocates */
     return 0;
 }
 
@@ -153,10 +153,10 @@ static int open_control(EpHeap *h) {
 static void open_memory(EpHeap *h, Offer *mine, int *fd) {
     const uint32_t me = ep_world_rank(h->world);
     mine->code = h->backend->heap_open(h->device, h->num_bytes, &h->base[me], &mine->heap_handle, fd);
-    if (mine->code && ep_memory_kept_bytes()) {
+    if (mine->code && ep_memory_retained_bytes()) {
         memcpy(mine->text, ep_error_text(), sizeof mine->text - 1);
         ep_error(mine->code, "heaps that were dropped without close keep %llu bytes; %s",
-                 (unsigned long long)ep_memory_kept_bytes(), mine->text);
+                 (unsigned long long)ep_memory_retained_bytes(), mine->text);
     }
     h->memory[me] = ep_memory_add(h->base[me]);
     if (!h->memory[me] && h->base[me]) {

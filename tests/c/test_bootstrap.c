@@ -10,7 +10,7 @@
 #include "runtime/fork.h"
 #include "runtime/socket.h"
 
-enum { NUM_RANKS = 3, NUM_FLOODERS = 3, NUM_KEPT = 24 };
+enum { NUM_RANKS = 3, NUM_FLOODERS = 3, NUM_OPEN = 24 };
 typedef struct {
     EpWorldConfig config;
     int sockets[EP_MAX_RANKS], code;
@@ -40,14 +40,14 @@ static bool connect_now(const unsigned char *name, int *fd) {
 /* Connect again and again, and send nothing. The newest connections stay open: more than there are places. */
 static void *flood_main(void *arg) {
     Flood *f = (Flood *)arg;
-    int kept[NUM_KEPT];
-    for (uint32_t i = 0; i < NUM_KEPT; i++) kept[i] = -1;
-    for (uint32_t i = 0; !atomic_load(&f->is_over); i = (i + 1) % NUM_KEPT) {
-        if (kept[i] >= 0) close(kept[i]);
-        if (!connect_now(f->name, &kept[i])) sched_yield();
+    int sockets[NUM_OPEN];
+    for (uint32_t i = 0; i < NUM_OPEN; i++) sockets[i] = -1;
+    for (uint32_t i = 0; !atomic_load(&f->is_over); i = (i + 1) % NUM_OPEN) {
+        if (sockets[i] >= 0) close(sockets[i]);
+        if (!connect_now(f->name, &sockets[i])) sched_yield();
     }
-    for (uint32_t i = 0; i < NUM_KEPT; i++)
-        if (kept[i] >= 0) close(kept[i]);
+    for (uint32_t i = 0; i < NUM_OPEN; i++)
+        if (sockets[i] >= 0) close(sockets[i]);
     return NULL;
 }
 

@@ -116,7 +116,7 @@ static bool drop_body(Rank *me, void *arg) {
     ep_heap_release_view(heap, 0); /* the last reference */
     CHECK(me, num_calls == 0 && atomic_load(ep_world_deferred_frees(me->world)) == &heap->deferred_free);
     TRY(open_like_gpu(me, &next)); /* it clears the counts; so look at the list */
-    CHECK(me, atomic_load(ep_world_deferred_frees(me->world)) == NULL && ep_memory_kept_bytes() > 0);
+    CHECK(me, atomic_load(ep_world_deferred_frees(me->world)) == NULL && ep_memory_retained_bytes() > 0);
     ep_heap_release(next);
     CHECK(me, num_calls == 0);
     /* A close of the world destroys the rest. Peers may use the memory: it is freed with the world. */
@@ -125,9 +125,9 @@ static bool drop_body(Rank *me, void *arg) {
     return true;
 }
 bool test_deferred_free_dropped_heap(void) {
-    const uint64_t kept = ep_memory_kept_bytes();
+    const uint64_t retained = ep_memory_retained_bytes();
     TRY(run_like_gpu(drop_body, NULL));
-    CHECK(NULL, ep_memory_kept_bytes() == kept);
+    CHECK(NULL, ep_memory_retained_bytes() == retained);
     return true;
 }
 
@@ -189,11 +189,11 @@ static bool views_body(Rank *me, void *arg) {
     return true;
 }
 bool test_deferred_free_viewed_heap(void) {
-    const uint64_t kept = ep_memory_kept_bytes();
+    const uint64_t retained = ep_memory_retained_bytes();
     for (uint32_t shift = 0; shift < NUM_RANKS; shift++) {
         TRY(run_like_gpu(views_body, &shift));
         for (uint32_t r = 0; r < NUM_RANKS; r++) CHECK(NULL, is_freed_last(r));
     }
-    CHECK(NULL, ep_memory_kept_bytes() == kept);
+    CHECK(NULL, ep_memory_retained_bytes() == retained);
     return true;
 }
