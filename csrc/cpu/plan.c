@@ -129,34 +129,34 @@ static void expert_range(const EpPlanParams *p, uint32_t t, uint32_t r, int32_t 
  * rank. Its GEMM processes that rank's experts in ascending order. So a token has two positions:
  *   out    Tokens are sent in the order of their lowest expert at the receiving rank. So the rows of low
  *          experts, with which the GEMM begins, are complete first.
- *   home   Tokens return in the order of their highest expert there, because a token can return when the
+ *   back   Tokens return in the order of their highest expert there, because a token can return when the
  *          last of its rows is ready. */
 static void sort_slots(const EpPlanParams *p) {
     const EpShape *s = &p->comm.shape;
     const uint32_t L = ep_num_local_experts(s), T = p->num_tokens;
-    uint32_t out[EP_MAX_EXPERTS] = {0}, home[EP_MAX_EXPERTS] = {0};
+    uint32_t out[EP_MAX_EXPERTS] = {0}, back[EP_MAX_EXPERTS] = {0};
     int32_t *slot = p->plan + p->layout.token_slot_off, *send_token = p->plan + p->layout.send_token_off, low,
             high;
     for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
         if (slot[i] < 0) continue;
         expert_range(p, (uint32_t)(i / s->num_ranks), (uint32_t)(i % s->num_ranks), &low, &high);
         out[low]++;
-        home[high]++;
+        back[high]++;
     }
     /* Replace each count by the first slot of its expert. Slots of lower experts at the rank come first. */
-    for (uint32_t e = 0, from_out = 0, from_home = 0; e < s->num_experts; e++) {
-        const uint32_t num_out = out[e], num_home = home[e];
-        if (e % L == 0) from_out = from_home = 0;
+    for (uint32_t e = 0, from_out = 0, from_back = 0; e < s->num_experts; e++) {
+        const uint32_t num_out = out[e], num_back = back[e];
+        if (e % L == 0) from_out = from_back = 0;
         out[e] = from_out;
-        home[e] = from_home;
+        back[e] = from_back;
         from_out += num_out;
-        from_home += num_home;
+        from_back += num_back;
     }
     for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
         const uint32_t t = (uint32_t)(i / s->num_ranks), r = (uint32_t)(i % s->num_ranks);
         if (slot[i] < 0) continue;
         expert_range(p, t, r, &low, &high);
-        slot[i] = (int32_t)home[high]++;
+        slot[i] = (int32_t)back[high]++;
         send_token[(uint64_t)r * T + out[low]++] = (int32_t)t;
     }
 }

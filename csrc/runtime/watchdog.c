@@ -87,7 +87,7 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
         char text[256];
         snprintf(text, sizeof text, "%.*s", (int)f->num_bytes, (const char *)f->bytes);
         const bool is_valid = f->rank < w->num_ranks || f->rank == EP_NO_RANK;
-        ep_world_end_told(w, f->code < 0 ? f->code : EP_ECORRUPT, is_valid ? f->rank : r, f->about, text);
+        ep_world_end_reported(w, f->code < 0 ? f->code : EP_ECORRUPT, is_valid ? f->rank : r, f->about, text);
     }
     if (f->kind == EP_FRAME_RECORDS) take_records(w, r, f);
     if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);

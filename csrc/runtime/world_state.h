@@ -86,7 +86,7 @@ void ep_world_end(EpWorld *world, int code, uint32_t rank, const char *text);
  * there is no culprit, because any rank may signal any word: rank is then the rank that has waited. */
 void ep_world_end_wait(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
 /* As ep_world_end_wait, but the text is not completed: another rank, or another node, has done that. */
-void ep_world_end_told(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
+void ep_world_end_reported(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
 /* 0, or the error with which the world has ended, or EP_ECLOSED after close. The caller holds the lock. */
 int ep_world_check_locked(EpWorld *world);
 /* True if the world has ended and the page can be made: every peer has sent its call records or its socket is
