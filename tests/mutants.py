@@ -49,7 +49,7 @@ CONCERN = {
     "csrc/runtime/heap*": "C heap_*",
     "csrc/runtime/allocator*": "C heap_alloc heap_mistakes",
     "csrc/runtime/memory*": "C heap_alloc heap_large heap_sharing",
-    "csrc/runtime/orphan*": "C",
+    "csrc/runtime/deferred_free*": "C",
     "csrc/runtime/shar*": "C heap_sharing",
     "csrc/runtime/tensor*": "C errors_objects written_tensors dispatch_rows",
     "csrc/runtime/*": "C world_* errors_meeting errors_order limits",

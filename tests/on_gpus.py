@@ -62,7 +62,7 @@ PARTS = {
     "nodes": ("nodes",),
 }
 RANKS_MOST = 4  # of a step on one GPU
-LANES = 8  # the most steps that run beside each other
+PARALLEL = 8  # the most steps that run beside each other
 
 
 @dataclasses.dataclass
@@ -271,8 +271,8 @@ def run_all(chosen, out, seconds):
 
     for alone, group in itertools.groupby(chosen, key=lambda s: s.alone):
         # a rank keeps a core busy
-        lanes = 1 if alone else min(LANES, max(1, (os.cpu_count() or 1) // RANKS_MOST))
-        with concurrent.futures.ThreadPoolExecutor(lanes) as pool:
+        parallel = 1 if alone else min(PARALLEL, max(1, (os.cpu_count() or 1) // RANKS_MOST))
+        with concurrent.futures.ThreadPoolExecutor(parallel) as pool:
             results += pool.map(run_one, group)
     return results
 

@@ -1,4 +1,4 @@
-/* meeting.c - the meeting of the ranks of a new world: each listens, and each pair of them connects.
+/* bootstrap.c - the bootstrap of a new world: each rank listens, and each pair of ranks connects.
  *
  * The listening sockets have abstract names, which Linux chooses. Therefore a killed process leaves no
  * file behind, and Linux closes its sockets at once. Abstract names have no file permissions. So a peer
@@ -20,10 +20,10 @@
 #include "runtime/fork.h"
 #include "runtime/socket.h"
 
-/* The time limit of the meeting. A rank that waits looks at the clock at least every 100 ms (ep_wire_ms_left,
- * and SO_SNDTIMEO in connect_to). If two looks are more than EP_MAX_COUNTED_GAP_NS apart, the process was
- * probably suspended, perhaps with the whole job. Only EP_MAX_COUNTED_GAP_NS of such a gap count, so that a
- * job that continues does not find its limit passed. */
+/* The time limit of the bootstrap. A rank that waits looks at the clock at least every 100 ms
+ * (ep_wire_ms_left, and SO_SNDTIMEO in connect_to). If two looks are more than EP_MAX_COUNTED_GAP_NS apart,
+ * the process was probably suspended, perhaps with the whole job. Only EP_MAX_COUNTED_GAP_NS of such a gap
+ * count, so that a job that continues does not find its limit passed. */
 typedef struct {
     uint64_t deadline_ns, looked_ns;
 } Limit;

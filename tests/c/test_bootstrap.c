@@ -1,5 +1,5 @@
-/* test_meeting.c - ranks that meet: while processes that are no ranks fill the places of the meeting, and
- * with a rank that answers wrongly. */
+/* test_bootstrap.c - the bootstrap of a world, while processes that are no ranks fill the queues of the
+ * listening ranks, and with a rank that answers wrongly. */
 #include <sched.h>
 #include <stddef.h>
 #include <sys/socket.h>
@@ -10,19 +10,19 @@
 #include "runtime/fork.h"
 #include "runtime/socket.h"
 
-enum { NUM_RANKS = 3, NUM_FLOODERS = 3, NUM_KEPT = 24 };
+enum { NUM_RANKS = 3, NUM_FLOODERS = 3, NUM_OPEN = 24 };
 typedef struct {
     EpWorldConfig config;
     int sockets[EP_MAX_RANKS], code;
     double limit_s; /* 0: a limit that is long enough for any machine */
-} Meeting;
+} Bootstrap;
 typedef struct {
     const unsigned char *name;
     atomic_bool is_over;
 } Flood;
 
-static void *meet_main(void *arg) {
-    Meeting *m = (Meeting *)arg;
+static void *bootstrap_main(void *arg) {
+    Bootstrap *m = (Bootstrap *)arg;
     const double limit_s = m->limit_s > 0 ? m->limit_s : long_timeout_s;
     m->code = ep_wire_connect(&m->config, m->sockets, ep_now_ns() + (uint64_t)(limit_s * 1e9));
     return NULL;
@@ -40,20 +40,20 @@ static bool connect_now(const unsigned char *name, int *fd) {
 /* Connect again and again, and send nothing. The newest connections stay open: more than there are places. */
 static void *flood_main(void *arg) {
     Flood *f = (Flood *)arg;
-    int kept[NUM_KEPT];
-    for (uint32_t i = 0; i < NUM_KEPT; i++) kept[i] = -1;
-    for (uint32_t i = 0; !atomic_load(&f->is_over); i = (i + 1) % NUM_KEPT) {
-        if (kept[i] >= 0) close(kept[i]);
-        if (!connect_now(f->name, &kept[i])) sched_yield();
+    int sockets[NUM_OPEN];
+    for (uint32_t i = 0; i < NUM_OPEN; i++) sockets[i] = -1;
+    for (uint32_t i = 0; !atomic_load(&f->is_over); i = (i + 1) % NUM_OPEN) {
+        if (sockets[i] >= 0) close(sockets[i]);
+        if (!connect_now(f->name, &sockets[i])) sched_yield();
     }
-    for (uint32_t i = 0; i < NUM_KEPT; i++)
-        if (kept[i] >= 0) close(kept[i]);
+    for (uint32_t i = 0; i < NUM_OPEN; i++)
+        if (sockets[i] >= 0) close(sockets[i]);
     return NULL;
 }
 
-/* All ranks meet, and each pair of them has one socket. */
-static bool meet_in_flood(Rank *me) {
-    Meeting ranks[NUM_RANKS];
+/* All ranks connect, and each pair of them has one socket. */
+static bool bootstrap_in_flood(Rank *me) {
+    Bootstrap ranks[NUM_RANKS];
     Flood flood = {.name = ranks[0].config.names[0]};
     pthread_t threads[NUM_RANKS], flooders[NUM_FLOODERS];
     unsigned char nonce[EP_NONCE_BYTES];
@@ -70,7 +70,7 @@ static bool meet_in_flood(Rank *me) {
     for (uint32_t i = 0; i < NUM_FLOODERS; i++)
         if (pthread_create(&flooders[i], NULL, flood_main, &flood)) abort();
     for (uint32_t r = 0; r < NUM_RANKS; r++)
-        if (pthread_create(&threads[r], NULL, meet_main, &ranks[r])) abort();
+        if (pthread_create(&threads[r], NULL, bootstrap_main, &ranks[r])) abort();
     for (uint32_t r = 0; r < NUM_RANKS; r++) pthread_join(threads[r], NULL);
     atomic_store(&flood.is_over, true);
     for (uint32_t i = 0; i < NUM_FLOODERS; i++) pthread_join(flooders[i], NULL);
@@ -90,8 +90,8 @@ static bool meet_in_flood(Rank *me) {
     }
     return true;
 }
-bool test_meeting_in_flood(void) {
-    for (uint32_t i = 0; i < scaled(200); i++) TRY(meet_in_flood(NULL));
+bool test_bootstrap_in_flood(void) {
+    for (uint32_t i = 0; i < scaled(200); i++) TRY(bootstrap_in_flood(NULL));
     return true;
 }
 
@@ -108,13 +108,13 @@ static int accept_soon(int listen_fd) {
 }
 
 /* The test plays rank 0. Rank 1 connects to it, in another thread. */
-static bool meet_rank_0(Rank *me, Answer how, int expected_code) {
+static bool bootstrap_with_rank_0(Rank *me, Answer how, int expected_code) {
     EpWorldConfig zero = {.rank = 0, .num_ranks = 2};
-    Meeting one = {.config = {.rank = 1, .num_ranks = 2, .listen_fd = -1}};
+    Bootstrap one = {.config = {.rank = 1, .num_ranks = 2, .listen_fd = -1}};
     pthread_t thread;
     CHECK_CODE(me, 0, ep_world_listen(&zero.listen_fd, one.config.names[0], one.config.nonce));
     if (how == SILENT) one.limit_s = 0.2;
-    if (pthread_create(&thread, NULL, meet_main, &one)) abort();
+    if (pthread_create(&thread, NULL, bootstrap_main, &one)) abort();
     int fd = accept_soon(zero.listen_fd);
     CHECK(me, fd >= 0);
     if (how == CLOSE_ONCE) {
@@ -140,28 +140,28 @@ static bool meet_rank_0(Rank *me, Answer how, int expected_code) {
     ep_world_unlisten(zero.listen_fd);
     return true;
 }
-bool test_meeting_answers(void) {
+bool test_bootstrap_answers(void) {
     static const int codes[NUM_ANSWERS] = {[WRONG_NONCE] = EP_ECORRUPT,
                                            [WRONG_RANK] = EP_ECORRUPT,
                                            [SILENT] = EP_ETIMEOUT,
                                            [DIE] = EP_EPEERDIED};
     for (uint32_t i = 0; i < NUM_ANSWERS; i++) {
         Rank me = {.setup = NULL, .rank = i};
-        TRY(meet_rank_0(&me, (Answer)i, codes[i]));
+        TRY(bootstrap_with_rank_0(&me, (Answer)i, codes[i]));
     }
     return true;
 }
 
 /* Rank 0 accepts nothing, and the queue of its listening socket is full. At its deadline, rank 1 says that
  * rank 0 may be stopped. */
-bool test_meeting_full_queue(void) {
-    Meeting one = {.config = {.rank = 1, .num_ranks = 2, .listen_fd = -1}, .limit_s = 0.2};
+bool test_bootstrap_full_queue(void) {
+    Bootstrap one = {.config = {.rank = 1, .num_ranks = 2, .listen_fd = -1}, .limit_s = 0.2};
     int fds[4 * EP_MAX_RANKS], listen_fd;
     uint32_t num = 0;
     bool connected = true;
     CHECK_CODE(NULL, 0, ep_world_listen(&listen_fd, one.config.names[0], one.config.nonce));
     while (connected && num < 4 * EP_MAX_RANKS) connected = connect_now(one.config.names[0], &fds[num++]);
-    meet_main(&one);
+    bootstrap_main(&one);
     for (uint32_t i = 0; i < num; i++) close(fds[i]);
     ep_world_unlisten(listen_fd);
     CHECK(NULL, !connected);

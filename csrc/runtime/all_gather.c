@@ -1,18 +1,20 @@
-/* exchange.c - the exchange: each rank sends a few bytes to all others and waits for the bytes of all others.
+/* all_gather.c - the host all-gather: each rank sends a few bytes to all others, and waits for theirs.
  *
- * Exports: ep_world_exchange, _exchange_fd, _refuse and _agree; the calls of a rank: ep_world_enter_call,
+ * Exports: ep_world_all_gather, _all_gather_fd, _refuse and _agree; the calls of a rank: ep_world_enter_call,
  * _leave_call, _begin_call, _end_call, _interrupt, _order_unknown and _uncount_calls.
- * A frame names the collective call that the exchange is part of. So ranks that are in different calls get
- * EP_EMISMATCH. A rank that failed before the exchange sends its error code instead of data.
+ * In Python it is World.exchange. So error texts and the flight record call it an exchange.
+ * A frame names the collective call that the all-gather is part of. So ranks that are in different calls get
+ * EP_EMISMATCH. A rank that failed before the all-gather sends its error code instead of data.
  * Invariants:
- *   (1) Exchange number n of a rank meets exchange number n of every other rank, also if it fails. So the
- *       next exchange works after an error of this one, as long as the world has not ended.
- *   (2) An exchange succeeds on all ranks or on none, as long as the world has not ended. Every rank compares
- *       the same frames, and frames belong together only if the call and the number of bytes are equal. If
- *       not all are equal, then every rank finds one that differs from its own. No value stands for "any
- *       call": with one, a rank that sends it would agree with two ranks that do not agree with each other.
- *   (3) A call may have several exchanges. At most one thread of a rank is in such a call. So the exchanges
- *       of two calls of a rank never mix, and (2) holds for whole calls. */
+ *   (1) All-gather number n of a rank meets all-gather number n of every other rank, also if it fails. So the
+ *       next all-gather works after an error of this one, as long as the world has not ended.
+ *   (2) An all-gather succeeds on all ranks or on none, as long as the world has not ended. Every rank
+ *       compares the same frames, and frames belong together only if the call and the number of bytes are
+ *       equal. If not all are equal, then every rank finds one that differs from its own. No value stands for
+ *       "any call": with one, a rank that sends it would agree with two ranks that do not agree with each
+ *       other.
+ *   (3) A call may have several all-gathers. At most one thread of a rank is in such a call. So the
+ *       all-gathers of two calls of a rank never mix, and (2) holds for whole calls. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -87,12 +89,12 @@ void ep_world_leave_call(EpWorld *w, uint64_t record, int code) {
     pthread_mutex_unlock(&w->lock);
 }
 
-/* ---- exchanges ---- */
+/* ---- all-gathers ---- */
 
-/* Wait for peer r's frame of this exchange. Returns 0, or the error with which the world ended. The caller
+/* Wait for peer r's frame of this all-gather. Returns 0, or the error with which the world ended. The caller
  * holds the world's lock, which the wait releases while it sleeps. A timeout or Ctrl-C ends the world.
- * *limit_ns: when the exchange times out, as a time of the monotonic clock; time during which the process was
- * suspended is added to it. */
+ * *limit_ns: when the all-gather times out, as a time of the monotonic clock; time during which the process
+ * was suspended is added to it. */
 static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns) {
     EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
     uint64_t until_ns = *limit_ns;
@@ -125,7 +127,7 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
                      w->rank, r, (unsigned long long)seq);
             ep_world_end(w, EP_ETIMEOUT, r, text);
         } else if (is_interrupted(w)) {
-            /* End the world, because the peer's frame may still arrive, and would belong to no exchange. */
+            /* End the world, because the peer's frame may still arrive, and would belong to no all-gather. */
             snprintf(text, sizeof text, "rank %u was interrupted while waiting for rank %u", w->rank, r);
             ep_world_end(w, EP_ECLOSED, w->rank, text);
             return ep_world_check_locked(
@@ -177,18 +179,18 @@ static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t
  * which this rank refuses; then num_bytes is 0, and mine and all may be NULL. Returns 0, the error that ended
  * the world (`code` below), or else the disagreement with the lowest rank that disagrees (`verdict`). If this
  * rank refuses, or a rank disagrees, this function still takes the frames of all ranks, so that the next
- * exchange works. */
-static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out,
-                    int *fds_in) {
+ * all-gather works. */
+static int all_gather(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out,
+                      int *fds_in) {
     uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns);
-    EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes, .code = status};
+    EpFrame f = {.kind = EP_FRAME_ALL_GATHER, .rank = w->rank, .num_bytes = num_bytes, .code = status};
     int verdict = 0;
     EP_TRY(ep_world_check(w));
-    if (num_bytes > EP_EXCHANGE_BYTES)
-        return ep_error(EP_EINVAL, "an exchange carries at most %u bytes, not %u", EP_EXCHANGE_BYTES,
+    if (num_bytes > EP_ALL_GATHER_BYTES)
+        return ep_error(EP_EINVAL, "an exchange carries at most %u bytes, not %u", EP_ALL_GATHER_BYTES,
                         num_bytes);
     uint64_t record;
-    EP_TRY(ep_world_enter_call(w, &(EpCallRecord){.what = EP_CALL_EXCHANGE, .size = num_bytes}, &record));
+    EP_TRY(ep_world_enter_call(w, &(EpCallRecord){.what = EP_CALL_ALL_GATHER, .size = num_bytes}, &record));
     if (num_bytes) {
         memcpy(f.bytes, mine, num_bytes);
         memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
@@ -196,7 +198,7 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     pthread_mutex_lock(&w->lock);
     int code = ep_world_check_locked(w);
     f.seq = ++w->seq;
-    f.about = ep_ring_exchange(&w->ring, f.seq);
+    f.about = ep_ring_all_gather(&w->ring, f.seq);
     for (uint32_t r = 0; r < w->num_ranks && !code; r++)
         if (r != w->rank && w->sockets[r] >= 0) code = send_frame(w, r, &f, fd_out, until);
     for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
@@ -227,25 +229,25 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     return code;
 }
 
-int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out,
-                         int *fds_in) {
-    return exchange(w, mine, num_bytes, 0, all, fd_out, fds_in);
+int ep_world_all_gather_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out,
+                           int *fds_in) {
+    return all_gather(w, mine, num_bytes, 0, all, fd_out, fds_in);
 }
 
 int ep_world_refuse(EpWorld *w, int code) {
     if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
-    return exchange(w, NULL, 0, code, NULL, -1, NULL);
+    return all_gather(w, NULL, 0, code, NULL, -1, NULL);
 }
 
-int ep_world_exchange(EpWorld *w, const void *mine, uint32_t num_bytes, void *all) {
-    return ep_world_exchange_fd(w, mine, num_bytes, all, -1, NULL);
+int ep_world_all_gather(EpWorld *w, const void *mine, uint32_t num_bytes, void *all) {
+    return ep_world_all_gather_fd(w, mine, num_bytes, all, -1, NULL);
 }
 
 int ep_world_agree(EpWorld *w, int code, const char *what) {
     int32_t mine = code, all[EP_MAX_RANKS];
     char why[256];
     snprintf(why, sizeof why, "%s", ep_error_text());
-    EP_TRY(ep_world_exchange(w, &mine, sizeof mine, all));
+    EP_TRY(ep_world_all_gather(w, &mine, sizeof mine, all));
     if (code) return ep_error(code, "%s", why);
     for (uint32_t r = 0; r < w->num_ranks; r++)
         if (all[r]) return ep_error(all[r], "rank %u could not %s. See the error that it raised.", r, what);

@@ -1,7 +1,7 @@
-/* test_lanes.c - the order of operations in a launch lane, and on which devices contexts are made, with a
- * fake runtime.
+/* test_launch_order.c - the order of operations in a launch sequence, and on which devices contexts are made,
+ * with a fake runtime.
  *
- * The library keeps a lane until the process ends. So each test has devices of its own. */
+ * The library keeps a sequence until the process ends. So each test has devices of its own. */
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
@@ -109,7 +109,7 @@ static struct FakeStream stream_of(unsigned long long number, unsigned long long
  * stream itself, which never waits for itself. */
 static struct FakeStream *launch(int device, struct FakeStream *stream, int launched) {
     EpLaunch l;
-    const EpComm comm = {.launch_lane = 0};
+    const EpComm comm = {.launch_sequence = 0};
     stream->waited = NULL;
     test_set_device(device);
     if (ep_begin_launch(device, &comm, stream, "a test", &l)) return stream;
@@ -119,7 +119,7 @@ static struct FakeStream *launch(int device, struct FakeStream *stream, int laun
 
 /* ---- tests ---- */
 
-bool test_lanes_order_streams(void) {
+bool test_launch_order_streams(void) {
     struct FakeStream a = stream_of(1, 0), b = stream_of(2, 0);
     CHECK(NULL, launch(30, &a, 0) == NULL);
     CHECK(NULL, launch(30, &a, 0) == NULL);
@@ -135,7 +135,7 @@ bool test_lanes_order_streams(void) {
 }
 
 /* Two threads capture a graph each at the same time. Each graph orders its own streams. */
-bool test_lanes_order_graphs(void) {
+bool test_launch_order_graphs(void) {
     struct FakeStream a = stream_of(1, 0), a1 = stream_of(11, 100), b1 = stream_of(12, 100),
                       a2 = stream_of(21, 200), b2 = stream_of(22, 200);
     CHECK(NULL, launch(32, &a, 0) == NULL);

@@ -1,5 +1,5 @@
-/* test_orphans.c - when a GPU heap calls its backend: never in a destructor, and no memory is freed before
- * all peers have unmapped it.
+/* test_deferred_free.c - when a GPU heap calls its backend: never in a destructor, and no memory is freed
+ * before all peers have unmapped it.
  *
  * The heaps are those of the CPU backend, as threads. Their table of functions is replaced by one that counts
  * the calls, and they map each other's memory as processes do. */
@@ -62,7 +62,7 @@ static bool open_like_gpu(Rank *me, EpHeap **heap) {
     h->kind = EP_CUDA;
     h->backend = &fake;
     TRY(make_like_gpu(me, &h->control));
-    CHECK_CODE(me, 0, ep_world_exchange(me->world, &mine, 1, all));
+    CHECK_CODE(me, 0, ep_world_all_gather(me->world, &mine, 1, all));
     for (uint32_t r = 0; r < NUM_RANKS; r++)
         if (r != me->rank) {
             ep_memory_drop(h->memory[r]);
@@ -71,7 +71,7 @@ static bool open_like_gpu(Rank *me, EpHeap **heap) {
     atomic_store(&memory_of[me->rank], h->base[me->rank]);
     atomic_store(&freed_at[me->rank], 0);
     atomic_store(&unmapped_at[me->rank], 0);
-    CHECK_CODE(me, 0, ep_world_exchange(me->world, &mine, 1, all));
+    CHECK_CODE(me, 0, ep_world_all_gather(me->world, &mine, 1, all));
     num_calls = num_freed_words = num_unmapped = num_freed = 0;
     return true;
 }
@@ -114,9 +114,9 @@ static bool drop_body(Rank *me, void *arg) {
     ep_heap_release(heap);
     ep_layer_release(other);
     ep_heap_release_view(heap, 0); /* the last reference */
-    CHECK(me, num_calls == 0 && atomic_load(ep_world_orphans(me->world)) == &heap->orphan);
+    CHECK(me, num_calls == 0 && atomic_load(ep_world_deferred_frees(me->world)) == &heap->deferred_free);
     TRY(open_like_gpu(me, &next)); /* it clears the counts; so look at the list */
-    CHECK(me, atomic_load(ep_world_orphans(me->world)) == NULL && ep_memory_kept_bytes() > 0);
+    CHECK(me, atomic_load(ep_world_deferred_frees(me->world)) == NULL && ep_memory_retained_bytes() > 0);
     ep_heap_release(next);
     CHECK(me, num_calls == 0);
     /* A close of the world destroys the rest. Peers may use the memory: it is freed with the world. */
@@ -124,10 +124,10 @@ static bool drop_body(Rank *me, void *arg) {
     CHECK(me, num_freed_words == 1 && num_unmapped == NUM_RANKS - 1 && num_freed == 0);
     return true;
 }
-bool test_orphans_of_dropped_heaps(void) {
-    const uint64_t kept = ep_memory_kept_bytes();
+bool test_deferred_free_dropped_heap(void) {
+    const uint64_t retained = ep_memory_retained_bytes();
     TRY(run_like_gpu(drop_body, NULL));
-    CHECK(NULL, ep_memory_kept_bytes() == kept);
+    CHECK(NULL, ep_memory_retained_bytes() == retained);
     return true;
 }
 
@@ -153,11 +153,11 @@ static bool close_body(Rank *me, void *arg) {
     CHECK_CODE(me, EP_ECLOSED, ep_heap_sync(heap, NULL));
     ep_layer_release(layer);
     ep_heap_release(heap);
-    CHECK(me, num_calls == 0 && atomic_load(ep_world_orphans(me->world)) == NULL);
+    CHECK(me, num_calls == 0 && atomic_load(ep_world_deferred_frees(me->world)) == NULL);
     CHECK_CODE(me, 0, ep_world_close(me->world, true));
     return true;
 }
-bool test_orphans_of_closed_heaps(void) {
+bool test_deferred_free_closed_heap(void) {
     TRY(run_like_gpu(close_body, NULL));
     for (uint32_t r = 0; r < NUM_RANKS; r++) CHECK(NULL, is_freed_last(r));
     return true;
@@ -183,17 +183,17 @@ static bool views_body(Rank *me, void *arg) {
     ep_layer_release(layer);
     ep_heap_release(heap);
     if (role != 1) ep_heap_release_view(heap, peer);
-    CHECK(me, num_calls == 0 && atomic_load(ep_world_orphans(me->world)) == &heap->orphan);
+    CHECK(me, num_calls == 0 && atomic_load(ep_world_deferred_frees(me->world)) == &heap->deferred_free);
     CHECK_CODE(me, 0, ep_world_close(me->world, true));
     CHECK(me, num_unmapped == NUM_RANKS - 1 && num_freed == (role == 0));
     return true;
 }
-bool test_orphans_of_viewed_heaps(void) {
-    const uint64_t kept = ep_memory_kept_bytes();
+bool test_deferred_free_viewed_heap(void) {
+    const uint64_t retained = ep_memory_retained_bytes();
     for (uint32_t shift = 0; shift < NUM_RANKS; shift++) {
         TRY(run_like_gpu(views_body, &shift));
         for (uint32_t r = 0; r < NUM_RANKS; r++) CHECK(NULL, is_freed_last(r));
     }
-    CHECK(NULL, ep_memory_kept_bytes() == kept);
+    CHECK(NULL, ep_memory_retained_bytes() == retained);
     return true;
 }

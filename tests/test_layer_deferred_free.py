@@ -1,6 +1,6 @@
 """On GPUs: layers and heaps that are only dropped.  A destructor does not wait, and it makes no call of CUDA.
 
-tests/c/test_orphans.c shows on the CPU when memory is unmapped and freed.
+tests/c/test_deferred_free.c shows on the CPU when memory is unmapped and freed.
 """
 
 import datetime

@@ -1,8 +1,8 @@
-/* test_gemm_keep.cpp - compares the GEMM for Hopper that keeps gate and up with sums in double.
+/* test_gemm_save.cpp - compares the GEMM for Hopper that saves gate and up with sums in double.
  *
  * CPU threads emulate the kernel. Inputs are random, and NaN around the rows of the experts. Gate and up must
  * be the product with its bias. The activated rows must be, bit by bit, what follows from the gate and up
- * that were stored. Rows of no expert must not be written. Usage: test_gemm_keep [seed] */
+ * that were stored. Rows of no expert must not be written. Usage: test_gemm_save [seed] */
 #include "gemm_pair.h"
 
 struct Case {
@@ -13,7 +13,7 @@ struct Case {
 
 struct Problem {
     EpGemmParams p;
-    std::vector<uint16_t> a, b, bias, kept, out;
+    std::vector<uint16_t> a, b, bias, saved, out;
     std::vector<int32_t> offsets;
 };
 
@@ -22,19 +22,19 @@ template <typename C> static void make_problem(const Case &c, Problem *q) {
     fill_rows(q->a, q->offsets, c.k, C::F16);
     fill_all(q->b, L * c.n * c.k, C::F16);
     fill_all(q->bias, L * c.n, C::F16);
-    q->kept.assign(rows * c.n, EP_POISON);
+    q->saved.assign(rows * c.n, EP_POISON);
     q->out.assign(rows * c.n / 2, EP_POISON);
     q->p = parameters(c, q->offsets, EP_GEMM_FORWARD, C::F16);
     q->p.a = q->a.data();
     q->p.b = q->b.data();
     q->p.bias = c.bias ? q->bias.data() : NULL;
-    q->p.kept = q->kept.data();
+    q->p.saved = q->saved.data();
     q->p.out = q->out.data();
     ep_gemm_set_activation(&q->p, EP_ACT_SWIGLU, 0, 0);
 }
 
 /* Whether column c of row r of expert e is the product with its bias. */
-template <typename C> static bool is_kept(const Problem &q, uint64_t e, uint64_t r, uint64_t c) {
+template <typename C> static bool is_saved(const Problem &q, uint64_t e, uint64_t r, uint64_t c) {
     const uint64_t n = q.p.n, k = q.p.k;
     double sum = q.p.bias ? ep_widen(q.bias[e * n + c], C::F16) : 0, size = fabs(sum);
     for (uint64_t i = 0; i < k; i++) {
@@ -44,7 +44,7 @@ template <typename C> static bool is_kept(const Problem &q, uint64_t e, uint64_t
         size += fabs(term);
     }
     const double bound = fabs(sum) * (C::F16 ? 0x1p-11 : 0x1p-8) + 1e-5 * size + 1e-7;
-    return fabs(ep_widen(q.kept[r * n + c], C::F16) - sum) <= bound;
+    return fabs(ep_widen(q.saved[r * n + c], C::F16) - sum) <= bound;
 }
 
 template <typename C> static uint64_t num_wrong(const Problem &q) {
@@ -54,11 +54,11 @@ template <typename C> static uint64_t num_wrong(const Problem &q) {
         const bool is_owned = r >= ROWS_BEFORE && r < (uint64_t)q.offsets.back();
         while (is_owned && r >= (uint64_t)q.offsets[e + 1]) e++;
         for (uint64_t c = 0; c < n; c++)
-            wrong += is_owned ? !is_kept<C>(q, e, r, c) : q.kept[r * n + c] != EP_POISON;
+            wrong += is_owned ? !is_saved<C>(q, e, r, c) : q.saved[r * n + c] != EP_POISON;
         for (uint64_t c = 0; c < inner; c++) {
-            const float gate = ep_widen(q.kept[r * n + c], C::F16);
-            const float up = ep_widen(q.kept[r * n + inner + c], C::F16);
-            const uint16_t want = is_owned ? ep_round(ep_keep_value(gate, up), C::F16) : (uint16_t)EP_POISON;
+            const float gate = ep_widen(q.saved[r * n + c], C::F16);
+            const float up = ep_widen(q.saved[r * n + inner + c], C::F16);
+            const uint16_t want = is_owned ? ep_round(ep_save_value(gate, up), C::F16) : (uint16_t)EP_POISON;
             if (q.out[r * inner + c] != want && wrong++ == 0)
                 printf("  row %llu column %llu: got %x, expected %x\n", (unsigned long long)r,
                        (unsigned long long)c, q.out[r * inner + c], want);
@@ -86,7 +86,7 @@ static const Case full = {256, 448, 1, {128, 0, 70}, true};
 static const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true};
 static const Case small = {160, 48, 2, {1, 0, 33, 70, 17}, true}; /* for ThreadSanitizer, which is slow */
 
-#define RUN(BN, F16, CASE) ok = check<EpGemmKeepConfig<BN, F16>>(#BN " " #F16 " " #CASE, CASE) && ok;
+#define RUN(BN, F16, CASE) ok = check<EpGemmSaveConfig<BN, F16>>(#BN " " #F16 " " #CASE, CASE) && ok;
 
 static bool run_all(void) {
     bool ok = true;

@@ -1,37 +1,37 @@
-/* gemm_few.cuh - the MMA warps of the grouped GEMM for Hopper, for few rows per expert (gemm_tune.h has the
- * limit). A tile has 32 rows (tokens) and 64 columns (of the output; each is a row of the weights). A
- * pipeline stage holds 512 bytes of each of them.
+/* gemm_small_m.cuh - the MMA warps of the grouped GEMM for Hopper for small M: few rows per expert
+ * (gemm_tune.h has the limit). A tile has 32 rows (tokens) and 64 columns (of the output; each is a row of
+ * the weights). A pipeline stage holds 512 bytes of each of them.
  *
  * Reading the weights takes most of the time. At the limit of its power the GPU lowers its clock, and then
  * reads memory more slowly (docs/experiments, E-113). So the tensor cores must not compute what nobody needs.
  * A wgmma always multiplies 64 rows of its first operand, and 8, 16, 24 or 32 of its second one. So here the
- * weights are the first operand, and the tokens the second one; in the kernels for many rows it is the other
+ * weights are the first operand, and the tokens the second one; in the kernels for large M it is the other
  * way round.
  *
  * Of a CTA's two MMA warpgroups, the first one computes all tiles. Both write them to global memory.
  *
- * Exports ep_gemm_mma_tiles_few. The template parameter C is an EpGemmConfig. Invariant: only rows and
+ * Exports ep_gemm_mma_tiles_small_m. The template parameter C is an EpGemmConfig. Invariant: only rows and
  * columns that exist are written. */
-#ifndef EP_GEMM_FEW_CUH
-#define EP_GEMM_FEW_CUH
+#ifndef EP_GEMM_SMALL_M_CUH
+#define EP_GEMM_SMALL_M_CUH
 #include "kernels/arch/wgmma.cuh"
 #include "kernels/gemm/gemm_stages.cuh"
 
 /* A lane's accumulators of a tile: for each eight rows, two neighbouring rows by two columns that are eight
  * columns apart. */
-typedef float EpGemmFew[16];
+typedef float EpGemmSmallM[16];
 
 /* ---- products ---- */
 
 /* The scales of FP8 for 128 values of k: of a lane's rows (two of each eight), and of its two columns. Past
  * the end of k, shared memory holds old scales, which may be NaN. Such scales are 0, because 0 * NaN is
  * NaN. */
-template <int N> struct EpGemmFewScales {
+template <int N> struct EpGemmSmallMScales {
     float row[N / 4], col, col_8;
 };
 template <typename C, int N>
-EP_PTX EpGemmFewScales<N> ep_gemm_few_scales(uint32_t rows, uint32_t cols, bool exist) {
-    EpGemmFewScales<N> s;
+EP_PTX EpGemmSmallMScales<N> ep_gemm_small_m_scales(uint32_t rows, uint32_t cols, bool exist) {
+    EpGemmSmallMScales<N> s;
 #pragma unroll
     for (uint32_t i = 0; i < N / 4; i++)
         s.row[i] = exist ? ep_ld_shared_f32(rows + 4 * (i / 2 * 8 + ep_lane_now() % 4 * 2 + i % 2)) : 0;
@@ -43,10 +43,10 @@ EP_PTX EpGemmFewScales<N> ep_gemm_few_scales(uint32_t rows, uint32_t cols, bool 
 /* d += the products of an FP8 stage. Each 128 values of k are summed up by themselves, because they have
  * scales of their own. Then this warp releases the stage. */
 template <typename C, int N>
-EP_PTX void ep_gemm_few_add_fp8(float (&d)[N / 2], uint64_t w, uint64_t x, uint32_t slot, uint32_t num_k,
-                                uint32_t empty) {
+EP_PTX void ep_gemm_small_m_add_fp8(float (&d)[N / 2], uint64_t w, uint64_t x, uint32_t slot, uint32_t num_k,
+                                    uint32_t empty) {
     float part[C::K_BOXES][N / 2];
-    EpGemmFewScales<N> s[C::K_BOXES];
+    EpGemmSmallMScales<N> s[C::K_BOXES];
     ep_wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4 * C::K_BOXES; i++)
@@ -55,8 +55,8 @@ EP_PTX void ep_gemm_few_add_fp8(float (&d)[N / 2], uint64_t w, uint64_t x, uint3
     ep_wgmma_commit();
 #pragma unroll
     for (uint32_t kk = 0; kk < C::K_BOXES; kk++)
-        s[kk] = ep_gemm_few_scales<C, N>(slot + 4 * C::BM * kk, slot + 4 * C::BM * C::K_BOXES + 8 * kk,
-                                         kk * C::BOX_K < num_k);
+        s[kk] = ep_gemm_small_m_scales<C, N>(slot + 4 * C::BM * kk, slot + 4 * C::BM * C::K_BOXES + 8 * kk,
+                                             kk * C::BOX_K < num_k);
     ep_wgmma_wait<0>();
     __syncwarp(); /* every lane has finished its wait and read the scales and the tile's info */
     if (threadIdx.x % 32 == 0) ep_gemm_release_stage(empty);
@@ -72,11 +72,11 @@ EP_PTX void ep_gemm_few_add_fp8(float (&d)[N / 2], uint64_t w, uint64_t x, uint3
 }
 
 /* d = the products of a tile, for its first N rows. Each warp releases a stage as soon as the wgmmas that
- * read it have finished, and not one stage later, as the kernels for many rows do: then the producer could
+ * read it have finished, and not one stage later, as the kernels for large M do: then the producer could
  * not refill the last stage of a tile before the first stage of the next tile has arrived. */
-template <typename C, int N> EP_PTX void ep_gemm_few_products(EpGemmFew &d, const EpGemmParams *p,
-                                                              const EpGemmTile *t, const EpGemmShared *s,
-                                                              EpRing *ring) {
+template <typename C, int N> EP_PTX void ep_gemm_small_m_products(EpGemmSmallM &d, const EpGemmParams *p,
+                                                                  const EpGemmTile *t, const EpGemmShared *s,
+                                                                  EpRing *ring) {
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) sum[i] = 0;
@@ -85,7 +85,7 @@ template <typename C, int N> EP_PTX void ep_gemm_few_products(EpGemmFew &d, cons
         const uint64_t x = ep_wgmma_desc(at, EP_GEMM_BOX), w = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
         ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
         if constexpr (C::FP8) {
-            ep_gemm_few_add_fp8<C, N>(sum, w, x, ep_gemm_slot<C>(s, ring->stage), t->num_k - k, empty);
+            ep_gemm_small_m_add_fp8<C, N>(sum, w, x, ep_gemm_slot<C>(s, ring->stage), t->num_k - k, empty);
         } else {
             ep_wgmma_fence();
 #pragma unroll
@@ -105,8 +105,8 @@ template <typename C, int N> EP_PTX void ep_gemm_few_products(EpGemmFew &d, cons
 
 /* The second warpgroup: wait for each stage of a tile and release it. Every warp must, because a stage is
  * free when all MMA warps of both CTAs have released it. */
-template <typename C> EP_PTX void ep_gemm_few_skip(const EpGemmParams *p, const EpGemmTile *t,
-                                                   const EpGemmShared *s, EpRing *ring) {
+template <typename C> EP_PTX void ep_gemm_small_m_skip(const EpGemmParams *p, const EpGemmTile *t,
+                                                       const EpGemmShared *s, EpRing *ring) {
     for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
         ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
         __syncwarp(); /* every lane has finished its wait and read the tile's info */
@@ -118,7 +118,7 @@ template <typename C> EP_PTX void ep_gemm_few_skip(const EpGemmParams *p, const 
 
 /* The epilogue computes two neighbouring columns of a row together and packs them into 32 bits. But the wgmma
  * leaves a lane two neighbouring rows of a column, because the weights are its first operand. So each lane
- * exchanges half of its numbers with lane ^ 4, which has the neighbouring column. For each eight rows and
+ * swaps half of its numbers with lane ^ 4, which has the neighbouring column. For each eight rows and
  * each 16 columns of the tile:
  *
  *             before                                            after
@@ -126,19 +126,19 @@ template <typename C> EP_PTX void ep_gemm_few_skip(const EpGemmParams *p, const 
  *   columns   lane / 4, and 8 + lane / 4                        lane / 8 * 2 and the next one; the same + 8
  *
  * With a gated activation, columns 0 to 7 of the 16 are gates, and 8 to 15 are their ups. d is then ordered
- * as in the kernels for many rows, so that the epilogue and its bits are the same. Each eight numbers belong
+ * as in the kernels for large M, so that the epilogue and its bits are the same. Each eight numbers belong
  * to 16 rows: two columns of the lane's row in the first eight rows, the same of the second eight rows, and
  * then these four for the columns + 8. */
-EP_PTX void ep_gemm_few_exchange(EpGemmFew &d) {
+EP_PTX void ep_gemm_small_m_swap(EpGemmSmallM &d) {
     const bool odd = ep_lane_now() / 4 % 2;
-    EpGemmFew e;
+    EpGemmSmallM e;
 #pragma unroll
     for (int i = 0; i < 16; i += 2) {
-        const float kept = odd ? d[i + 1] : d[i];
+        const float own = odd ? d[i + 1] : d[i];
         const float got = __shfl_xor_sync(0xffffffffu, odd ? d[i] : d[i + 1], 4);
         const int to = i / 8 * 8 + i % 4 * 2 + i % 8 / 4 * 2;
-        e[to] = odd ? got : kept;
-        e[to + 1] = odd ? kept : got;
+        e[to] = odd ? got : own;
+        e[to + 1] = odd ? own : got;
     }
 #pragma unroll
     for (int i = 0; i < 16; i++) d[i] = e[i];
@@ -149,8 +149,8 @@ EP_PTX void ep_gemm_few_exchange(EpGemmFew &d) {
  * results, two columns in 32 bits: those of both rows, and without gates also those of both rows eight
  * columns on. */
 template <typename C>
-EP_PTX void ep_gemm_few_finish(uint32_t (&v)[4], float *d, const EpGemmParams *p, const EpGemmTile *t,
-                               uint32_t row, uint32_t col) {
+EP_PTX void ep_gemm_small_m_finish(uint32_t (&v)[4], float *d, const EpGemmParams *p, const EpGemmTile *t,
+                                   uint32_t row, uint32_t col) {
     constexpr int SIZE = C::GATED ? 8 : 4, NUM = 8 / SIZE;
     const uint32_t last = ep_gemm_out_cols(p) - 2;
     if (p->bias)
@@ -216,17 +216,18 @@ template <typename C> EP_PTX void ep_gemm_burst_make_room(const EpGemmParams *p,
 }
 
 /* Put a tile into the burst, from the accumulators of its warpgroup. */
-template <typename C> EP_PTX void ep_gemm_burst_put(EpGemmFew &d, const EpGemmParams *p, const EpGemmTile *t,
-                                                    uint32_t staging, uint32_t num_groups) {
+template <typename C> EP_PTX void ep_gemm_burst_put(EpGemmSmallM &d, const EpGemmParams *p,
+                                                    const EpGemmTile *t, uint32_t staging,
+                                                    uint32_t num_groups) {
     const uint32_t lane = ep_lane_now(), warp = threadIdx.x / 32 % 4;
     const uint32_t row = lane % 4 * 2 + lane / 4 % 2, col0 = C::GATED ? t->col0 / 2 : t->col0;
     const uint32_t col = warp * (C::GATED ? 8 : 16) + lane / 8 * 2; /* counted from col0 */
-    ep_gemm_few_exchange(d);
+    ep_gemm_small_m_swap(d);
 #pragma unroll
     for (uint32_t first = 0; first < C::BM; first += 16) {
         if (first >= t->num_rows) break;
         uint32_t v[4];
-        ep_gemm_few_finish<C>(v, d + first / 2, p, t, first + row, col0 + col);
+        ep_gemm_small_m_finish<C>(v, d + first / 2, p, t, first + row, col0 + col);
 #pragma unroll
         for (uint32_t bottom = 0; bottom < 2; bottom++) {
             const uint32_t from = first + 8 * bottom, i = num_groups + from / 8;
@@ -243,21 +244,21 @@ template <typename C> EP_PTX void ep_gemm_burst_put(EpGemmFew &d, const EpGemmPa
 
 /* ---- the MMA warps' loop ---- */
 
-template <typename C> EP_PTX void ep_gemm_mma_tiles_few(const EpGemmParams *p, const EpGemmShared *s) {
+template <typename C> EP_PTX void ep_gemm_mma_tiles_small_m(const EpGemmParams *p, const EpGemmShared *s) {
     EpRing ring = {0, 0};
     EpGemmBurst burst = {0, 0};
     for (;;) {
-        EpGemmFew d;
+        EpGemmSmallM d;
         ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
         const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
         const uint32_t num_groups = (t.num_rows + 7) / 8;
         const bool computes = threadIdx.x < 256;
         if (num_groups == 0) break;
-        if (!computes) ep_gemm_few_skip<C>(p, &t, s, &ring);
-        else if (num_groups == 1) ep_gemm_few_products<C, 8>(d, p, &t, s, &ring);
-        else if (num_groups == 2) ep_gemm_few_products<C, 16>(d, p, &t, s, &ring);
-        else if (num_groups == 3) ep_gemm_few_products<C, 24>(d, p, &t, s, &ring);
-        else ep_gemm_few_products<C, 32>(d, p, &t, s, &ring);
+        if (!computes) ep_gemm_small_m_skip<C>(p, &t, s, &ring);
+        else if (num_groups == 1) ep_gemm_small_m_products<C, 8>(d, p, &t, s, &ring);
+        else if (num_groups == 2) ep_gemm_small_m_products<C, 16>(d, p, &t, s, &ring);
+        else if (num_groups == 3) ep_gemm_small_m_products<C, 24>(d, p, &t, s, &ring);
+        else ep_gemm_small_m_products<C, 32>(d, p, &t, s, &ring);
         ep_gemm_burst_make_room<C>(p, num_groups, s->staging, &burst);
         if (computes) ep_gemm_burst_put<C>(d, p, &t, s->staging, burst.num_groups);
         burst.num_groups += num_groups;
@@ -266,4 +267,4 @@ template <typename C> EP_PTX void ep_gemm_mma_tiles_few(const EpGemmParams *p, c
     ep_gemm_burst_write<C>(p, s->staging, &burst);
 }
 
-#endif /* EP_GEMM_FEW_CUH */
+#endif /* EP_GEMM_SMALL_M_CUH */

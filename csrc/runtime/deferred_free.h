@@ -1,4 +1,5 @@
-/* orphan.h - objects that have lost their last reference and still have memory or mappings of a GPU.
+/* deferred_free.h - deferred free: of objects that have lost their last reference and still have memory or
+ * mappings of a GPU.
  *
  * A destructor runs at any time in any thread: when the garbage collector runs, or when a framework drops a
  * tensor. It must not wait for the GPU, because kernels there wait for peers, and a peer may wait for this
@@ -7,28 +8,29 @@
  * that may wait destroys the objects of the list: creation and close of a heap or layer, and the end of the
  * world.
  * Invariant: an object is in at most one list, once. Any number of threads may add and destroy. */
-#ifndef EP_ORPHAN_H
-#define EP_ORPHAN_H
+#ifndef EP_DEFERRED_FREE_H
+#define EP_DEFERRED_FREE_H
 #include <stdatomic.h>
 #include <stddef.h>
 
-typedef struct EpOrphan {
-    struct EpOrphan *next;
+typedef struct EpDeferredFree {
+    struct EpDeferredFree *next;
     void (*destroy)(void *object); /* also frees the memory of this struct, which is a part of the object */
     void *object;
-} EpOrphan;
-typedef _Atomic(EpOrphan *) EpOrphans;
+} EpDeferredFree;
+typedef _Atomic(EpDeferredFree *) EpDeferredFrees;
 
-static inline void ep_orphan_add(EpOrphans *list, EpOrphan *o, void (*destroy)(void *), void *object) {
-    *o = (EpOrphan){atomic_load(list), destroy, object};
+static inline void ep_defer_free(EpDeferredFrees *list, EpDeferredFree *o, void (*destroy)(void *),
+                                 void *object) {
+    *o = (EpDeferredFree){atomic_load(list), destroy, object};
     while (!atomic_compare_exchange_weak(list, &o->next, o)) {
     }
 }
-static inline void ep_orphans_destroy(EpOrphans *list) {
-    for (EpOrphan *o = atomic_exchange(list, NULL), *next; o; o = next) {
+static inline void ep_run_deferred_frees(EpDeferredFrees *list) {
+    for (EpDeferredFree *o = atomic_exchange(list, NULL), *next; o; o = next) {
         next = o->next;
         o->destroy(o->object);
     }
 }
 
-#endif /* EP_ORPHAN_H */
+#endif /* EP_DEFERRED_FREE_H */
