@@ -92,6 +92,7 @@ CONCERN = {
     "epmoe/moe/chunks.py": "nodes_chunks",
     "epmoe/moe/cost_model.py": "bench_scale nodes_chunks docstrings",
     "epmoe/moe/*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies moe_fp8",
+    "epmoe/gemm/grouped.py": "gemm*",
     "epmoe/gemm/quantize.py": "fp8 fp8_quantize",
     "epmoe/gemm/w*gr*.py": "moe_weight_gradients gemm_products *wgrad*",
 }
