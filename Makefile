@@ -3,9 +3,9 @@
 # make test       build, and run the C tests (quick) and pytest without the tests marked long, also on GPUs;
 #                 ARGS=... goes to pytest
 # make bench      measure epmoe and other libraries, one rank per GPU (without GPUs small shapes on the CPU);
-#                 ARGS=... goes to epmoe.bench
+#                 ARGS=... goes to python -m benchmarks
 # make trace      record what the warps of the megakernels do: a table, and in build/trace_* a plot and files
-#                 for Perfetto; ARGS=... goes to epmoe.bench
+#                 for Perfetto; ARGS=... goes to python -m benchmarks
 # make report     write the tables and plots of README.md, docs/performance.md and docs/experiments
 # make wheels     build wheels in dist, for the CPU and with nvcc for CUDA, and use each in an empty environment
 # make docs       build the site in build/docs, with docs/requirements.txt in a venv; a warning is an error
@@ -106,11 +106,11 @@ test: build
 	if [ -n "$$c" ]; then wait $$c || code=1; echo "the C tests:"; cat build/test_c.log; fi; exit $$code
 
 bench: build
-	$(PYTHON) -m epmoe.bench $(ARGS)
+	$(PYTHON) -m benchmarks $(ARGS)
 
 report: build
-	$(PYTHON) -m epmoe.bench report benchmarks/h200x4.json --readme README.md --page docs/performance.md --plots docs/img
-	$(PYTHON) -m epmoe.bench report benchmarks/decode_h200.json --page docs/experiments/decode.md --plots docs/img
+	$(PYTHON) -m benchmarks report benchmarks/results/h200x4.json --readme README.md --page docs/performance.md --plots docs/img
+	$(PYTHON) -m benchmarks report docs/experiments/data/runs/decode_h200.json --page docs/experiments/decode.md --plots docs/img
 	$(PYTHON) docs/tables.py
 
 # A check that could not run is not a success. All checks that did not run are printed at the end.
@@ -175,7 +175,7 @@ wheels: | python
 # The module with the profiler is built in another folder. The module in place has no profiler.
 trace: python
 	EPMOE_TRACE=1 $(WITH_CUDA) $(PYTHON) setup.py -q build --build-base build/trace --build-lib build/trace/lib
-	cd build/trace/lib && PYTHONPATH=. $(abspath $(PYTHON)) -m epmoe.bench overlap --trace $(CURDIR)/build/trace.json $(ARGS)
+	cd build/trace/lib && PYTHONPATH=.:$(CURDIR) $(abspath $(PYTHON)) -m benchmarks overlap --trace $(CURDIR)/build/trace.json $(ARGS)
 
 # Some tests run on a module with random delays in the operations. It is built in another folder.
 gpu: build
@@ -188,7 +188,7 @@ TORCHRUN = $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n
 soak: build
 	EPMOE_CHAOS=1 $(WITH_CUDA) $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak.py ops
-	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak_decode.py
+	PYTHONPATH=$(CHAOS):. $(PYTHON) tests/soak_decode.py
 	$(PYTHON) tests/fuzz_routing.py --cases 200000
 	PYTHONPATH=.:tests $(PYTHON) tests/fuzz_nodes.py --cases 20000
 	$(PYTHON) tests/soak.py cycles
@@ -227,7 +227,7 @@ emulated: | python
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) \
 	            build/test_$$t 1 $$([ -z "$$san" ] || [ $$t = low_latency ] && echo 2 || echo 1) || exit 1; done; done
 	@for san in "" -fsanitize=thread; do \
-	    for t in gemm gemm_fp8 gemm_accumulate gemm_keep; do \
+	    for t in gemm gemm_fp8 gemm_accumulate gemm_save; do \
 	        $(EMULATED) -O2 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp -o build/test_$$t -lpthread && echo "$$t $$san" && \
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) build/test_$$t || exit 1; done; done
 
@@ -236,11 +236,11 @@ with-nvcc: | python
 	else mkdir -p build && echo "kernels (no nvcc, or EPMOE_CUDA=0)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
 size:
-	@find csrc epmoe tests -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' -o -name '*.pyi' \
+	@find csrc epmoe benchmarks tests -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' -o -name '*.pyi' \
 	    -o -name '*.pml' \) -exec wc -l {} + | sort -rn | awk '$$2 == "total" {next} \
 	    {split($$2, part, "/"); sum[part[1]] += $$1; printf "%6d  %s%s\n", $$1, $$2, ($$1 > 400 ? "  (over 400)" : "")} \
 	    END {print ""; for (p in sum) printf "%6d  %s\n", sum[p], p}'
 
 clean:
 	rm -rf build dist *.egg-info $(LIB) demo.png .pytest_cache .hypothesis
-	find epmoe tests examples -name __pycache__ -exec rm -rf {} +
+	find epmoe benchmarks tests examples -name __pycache__ -exec rm -rf {} +

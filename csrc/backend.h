@@ -2,7 +2,7 @@
  *
  * heap.c and layer.c reach a backend only through the table EpBackend. Work is enqueued on a stream; on the
  * CPU it has finished when the function returns. Functions return 0, or a code with its error text set.
- * Invariant: operations of one launch lane run in the order of their calls, whatever their streams. */
+ * Invariant: operations of one launch sequence run in the order of their calls, whatever their streams. */
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
@@ -10,7 +10,7 @@
 #include "protocol/low_latency.h"
 #include "protocol/params.h"
 #include "protocol/quantize.h"
-#include "runtime/orphan.h"
+#include "runtime/deferred_free.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
 typedef struct {
@@ -19,19 +19,19 @@ typedef struct {
     int32_t runtime_version, driver_version;
 } EpHeapHandle;
 
-/* The memory from which a rank's heap is allocated. Ranks with the same device_id share this memory. */
+/* The device of a rank's heap, and its free memory. Ranks with the same device_id share it. */
 typedef struct {
     /* CUDA: the UUID of the GPU. CPU: zeros on every rank, because all ranks share the host memory. */
     unsigned char device_id[16];
     uint64_t free_bytes;
     uint32_t num_sms;   /* CUDA: SMs of the GPU. CPU: 0. */
     uint32_t may_share; /* ranks that are processes may share this device */
-} EpHeapRoom;
+} EpHeapDevice;
 
 typedef struct {
-    /* The free memory of this rank's device. heap.c compares it with the total need of all ranks that
-     * share it. */
-    int (*heap_room)(int device, EpHeapRoom *room);
+    /* This rank's device. sharing.c compares its free memory with the total need of all ranks that share
+     * it. */
+    int (*heap_device)(int device, EpHeapDevice *out);
     /* Allocate num_bytes on the device. heap_handle (and *fd, or -1) lets peers map the memory. */
     int (*heap_open)(int device, uint64_t num_bytes, void **memory, EpHeapHandle *heap_handle, int *fd);
     void (*heap_close)(int device, void *memory, uint64_t num_bytes);
@@ -50,7 +50,7 @@ typedef struct {
     bool (*is_captured)(void *stream);
     /* Wait for all work that this process has enqueued on the device. */
     int (*sync_all)(int device);
-    /* The operations that wait for peers. Those of one lane (EpComm.launch_lane) run in the order of
+    /* The operations that wait for peers. Those of one sequence (EpComm.launch_sequence) run in the order of
      * these calls, whatever their streams. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
@@ -123,9 +123,9 @@ int ep_heap_check_open(const EpHeap *heap);
 /* Local: the owner of this allocation was destroyed without a close. The allocation is free after all ranks
  * have said this of it, from their next allocation or free on, which is collective. */
 void ep_heap_drop(EpHeap *heap, uint64_t off);
-/* The layers of the heap that are orphans. They hold no reference to it. */
-EpOrphans *ep_heap_layers(EpHeap *heap);
-/* Destroy the orphans of the heap and of its world. May wait for the GPU. */
-void ep_heap_reap(EpHeap *heap);
+/* The layers of the heap whose free is deferred (deferred_free.h). They hold no reference to it. */
+EpDeferredFrees *ep_heap_deferred_layers(EpHeap *heap);
+/* Run the deferred frees of the heap and of its world. May wait for the GPU. */
+void ep_heap_run_deferred_frees(EpHeap *heap);
 
 #endif /* EP_BACKEND_H */

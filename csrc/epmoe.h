@@ -30,7 +30,7 @@ const char *ep_error_name(int code);
 
 #define EP_NAME_BYTES 8 /* an abstract socket name, chosen by the kernel */
 #define EP_NONCE_BYTES 16
-#define EP_EXCHANGE_BYTES 512
+#define EP_ALL_GATHER_BYTES 512
 #define EP_PAGE_BYTES 8192u
 #define EP_END_BYTES 256 /* of the text that says why a world has ended */
 /* Instead of the number of a rank: the rank is on another node, and not in this world. */
@@ -54,9 +54,9 @@ int ep_world_create(const EpWorldConfig *config, EpWorld **world);
 /* Create num_ranks worlds in this process. Each is for a thread of its own. CPU heaps only. */
 int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *worlds[]);
 /* Collective: `all` receives num_bytes from each rank, in rank order (num_bytes at most
- * EP_EXCHANGE_BYTES). If the sizes differ, every rank gets EP_EMISMATCH, and the next exchange works. */
-int ep_world_exchange(EpWorld *world, const void *mine, uint32_t num_bytes, void *all);
-/* Take part in an exchange only to report that this rank failed with `code`. The other ranks get EP_EPEER
+ * EP_ALL_GATHER_BYTES). If the sizes differ, every rank gets EP_EMISMATCH, and the next all-gather works. */
+int ep_world_all_gather(EpWorld *world, const void *mine, uint32_t num_bytes, void *all);
+/* Take part in an all-gather only to report that this rank failed with `code`. The other ranks get EP_EPEER
  * instead of waiting. */
 int ep_world_refuse(EpWorld *world, int code);
 /* Set the function that a thread calls ten times a second while it waits for a peer or a stream. If the

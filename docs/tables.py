@@ -5,8 +5,11 @@
     tables.py --check    fail if a page has another table than its file
 
 A page has <!-- table NAME --> and <!-- /table --> around the table of data/NAME.json:
-{"experiment": "E-007", "what": .., "columns": [..], "rows": [[..], ..]}.  A cell is a text, a number, or null for an empty cell.
+{"experiment": "E-007", "what": .., "columns": [..], "rows": [[..], ..]}, one row a line.  A cell is a text, a number, or null for an empty cell.
 A number is printed as the file has it, so a file keeps 0.90 as the text "0.90" where the last digit matters.
+
+Each file of data/ is a table of a page or has a link in one.  data/records.json has a record for each entry of the pages.
+The files of data/runs are figures that benches wrote (python -m benchmarks report reads them): older ones, which entries name.
 """
 
 import json
@@ -30,15 +33,15 @@ def table(name):
 
 
 def entries():
-    """{number: line of the index} of all entries; each has all its parts."""
-    found = {}
+    """{number: line of the index} of all entries; each has a decision and a record."""
+    found, records = {}, json.loads((FOLDER / "data" / "records.json").read_text())
     for page in sorted(FOLDER.glob("*.md")):
         for number, title, text in ENTRY.findall(page.read_text()):
-            missing = [part for part in ("Question", "Set-up", "Result", "Decision") if f"\n- {part}:" not in text]
-            assert not missing and number not in found, f"{page.name}: {number} is there twice, or has no {missing}"
-            decision = re.search(r"^- Decision: ([^.;:,]+)", text, re.MULTILINE)[1]
+            decision = re.search(r"^\*\*Decision: ([^.;:,*]+)", text, re.MULTILINE)
+            assert decision and number not in found, f"{page.name}: {number} is there twice, or has no decision"
             anchor = re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", f"{number} {title}".lower()))
-            found[number] = f"| [{number}]({page.name}#{anchor}) | {title} | {decision} |\n"
+            found[number] = f"| [{number}]({page.name}#{anchor}) | {title} | {decision[1]} |\n"
+    assert set(records) == set(found), f"records.json and the pages differ in {sorted(set(records) ^ set(found))}"
     return found
 
 
@@ -51,6 +54,7 @@ def main():
     wrong, used = [], set()
     for page in sorted(FOLDER.glob("*.md")):
         before = page.read_text()
+        used |= set(re.findall(r"\(data/([\w-]+)\.json\)", before))
         after = MARKED.sub(lambda m: used.add(m[2]) or m[1] + table(m[2]) + m[3], before)
         after = INDEX.sub(lambda m: m[1] + index() + m[2], after)
         if after != before and "--check" in sys.argv:

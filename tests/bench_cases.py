@@ -1,4 +1,4 @@
-"""What the tests of python -m epmoe.bench share: the commands, and how a test runs one of them."""
+"""What the tests of python -m benchmarks share: the commands, and how a test runs one of them."""
 
 import contextlib
 import io
@@ -7,7 +7,7 @@ import unittest.mock
 import pytest
 import torch
 
-from epmoe.bench import cli, train
+from benchmarks import cli, train
 
 # The arguments of each command: small shapes and few runs.
 COMMANDS = {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 MAX_COLUMNS = 110
 
-FOLDERS = ("csrc", "epmoe", "tests", "examples")
+FOLDERS = ("csrc", "epmoe", "benchmarks", "tests", "examples")
 C_SUFFIXES = {".c", ".h", ".cu", ".cuh", ".cpp"}
 PYTHON_SUFFIXES = {".py", ".pyi"}
 

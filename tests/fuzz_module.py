@@ -178,7 +178,7 @@ SIGNATURES = {
     "set_exceptions": "dict", "world_listen": "", "world_unlisten": "fd",
     "world_create": "small small seconds fd nonce names",
     "world_threads": "n seconds", "world_check": "W", "world_lost_ranks": "W",
-    "world_set_timeout": "W seconds", "world_close": "W flag", "world_exchange": "W bytes",
+    "world_set_timeout": "W seconds", "world_close": "W flag", "world_all_gather": "W bytes",
     "world_refuse": "W code", "world_flight_record": "W", "world_reason": "W",
     "world_abort": "W code text", "world_set_place": "W small small",
     "world_check_handler": "", "world_set_waiting": "flag",

@@ -3,12 +3,13 @@
 
     mutants.py [--num N] [--seed S] [--jobs N] [--limit S] [--state FILE] [--only FOLDER] [--report] [--list]
 
-The places are drawn from csrc/protocol, csrc/runtime, csrc/cpu and epmoe. A change is one operator, one
-number, one condition, or one call that is left out. It is made in a copy of the tree in build/mutants, so the
-tree itself can be used meanwhile; each job has a copy of its own. A change that does not compile is no
-mutant, and the next one takes its place. A test that has failed must pass without the change: a file of tests
-that fails by itself catches nothing, is named at the end, and is not used again. The results go to
-tests/mutants.jsonl, one line each with the commit: so 200 places can be changed on several days.
+The places are drawn from csrc/protocol, csrc/runtime, csrc/cpu, epmoe and benchmarks. A change is one
+operator, one number, one condition, or one call that is left out. It is made in a copy of the tree in
+build/mutants, so the tree itself can be used meanwhile; each job has a copy of its own. A change that does
+not compile is no mutant, and the next one takes its place. A test that has failed must pass without the
+change: a file of tests that fails by itself catches nothing, is named at the end, and is not used again. The
+results go to tests/mutants.jsonl, one line each with the commit: so 200 places can be changed on several
+days.
 
 --report prints the survivors and the share that was caught. Look at each survivor, and add "why" to its line:
 "equivalent: ..." if nobody can see the change, or "mended: ..." with the test that notices it now.
@@ -34,7 +35,7 @@ from pathlib import Path
 from endurance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = "csrc/protocol", "csrc/runtime", "csrc/cpu", "epmoe"
+FOLDERS = "csrc/protocol", "csrc/runtime", "csrc/cpu", "epmoe", "benchmarks"
 # The tests of a file: those of the first pattern that fits. "C" means the C tests, other words for
 # tests/test_WORD.py. A file of epmoe that is not listed has the tests whose names begin with its first word.
 CONCERN = {
@@ -48,7 +49,7 @@ CONCERN = {
     "csrc/runtime/heap*": "C heap_*",
     "csrc/runtime/allocator*": "C heap_alloc heap_mistakes",
     "csrc/runtime/memory*": "C heap_alloc heap_large heap_sharing",
-    "csrc/runtime/orphan*": "C",
+    "csrc/runtime/deferred_free*": "C",
     "csrc/runtime/shar*": "C heap_sharing",
     "csrc/runtime/tensor*": "C errors_objects written_tensors dispatch_rows",
     "csrc/runtime/*": "C world_* errors_meeting errors_order limits",
@@ -61,7 +62,7 @@ CONCERN = {
     "epmoe/integrations/layers.py": "integrations_torchtitan integrations_megatron",
     "epmoe/integrations/deep_ep/*": "integrations_deep_ep* docstrings",
     "epmoe/integrations/*": "integrations_{word}*",
-    "epmoe/bench/*": "bench*",
+    "benchmarks/*": "bench*",
     "epmoe/a2a/internode/*": "nodes* node_* docstrings",
     "epmoe/comm/node*": "nodes* node_* docstrings",
     "epmoe/comm/rail.py": "nodes*",
@@ -90,7 +91,9 @@ CONCERN = {
     "epmoe/moe/experts.py": "experts_* moe_arguments moe_layer fused_gradients",
     "epmoe/moe/placement.py": "expert_map moe_map",
     "epmoe/moe/chunks.py": "nodes_chunks",
+    "epmoe/moe/cost_model.py": "bench_scale nodes_chunks docstrings",
     "epmoe/moe/*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies moe_fp8",
+    "epmoe/gemm/grouped.py": "gemm*",
     "epmoe/gemm/quantize.py": "fp8 fp8_quantize",
     "epmoe/gemm/w*gr*.py": "moe_weight_gradients gemm_products *wgrad*",
 }

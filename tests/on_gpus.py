@@ -62,7 +62,7 @@ PARTS = {
     "nodes": ("nodes",),
 }
 RANKS_MOST = 4  # of a step on one GPU
-LANES = 8  # the most steps that run beside each other
+PARALLEL = 8  # the most steps that run beside each other
 
 
 @dataclasses.dataclass
@@ -174,18 +174,18 @@ def steps(num_gpus, out):
     python, is_shared = [sys.executable], num_gpus == 1
     most = RANKS_MOST if is_shared else num_gpus
     several = "needs several GPUs: its figures are of links" if is_shared else ""
-    yield Step("gemm-bench", [*python, "-m", "epmoe.bench", "gemm", "--ranks", "1", "--json",
+    yield Step("gemm-bench", [*python, "-m", "benchmarks", "gemm", "--ranks", "1", "--json",
                               str(out / "gemm.json")], 240)
-    yield Step("decode-bench", [*python, "-m", "epmoe.bench", "decode", "--ranks", "1", "--json",
+    yield Step("decode-bench", [*python, "-m", "benchmarks", "decode", "--ranks", "1", "--json",
                                 str(out / "decode.json")], 240)
-    yield Step("side-bench", [*python, "-m", "epmoe.bench", "side", "--ranks", "1", "--json",
+    yield Step("side-bench", [*python, "-m", "benchmarks", "side", "--ranks", "1", "--json",
                               str(out / "side.json")], 240)
     yield from tests({1, 2, most}, num_gpus)
     yield from layers(most)
     yield from soaks(most, is_shared)
     yield Step("demo", [*python, "examples/train_lm.py"], 240, "demo: ok")
     yield from sanitizers()
-    yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")),
+    yield Step("bench", torchrun(num_gpus, "-m", "benchmarks", "all", "--json", str(out / "bench.json")),
                LONGEST_S, needs=several)
     yield Step("overlap", ["make", "trace", f"ARGS=--json {out / 'overlap.json'}"], 300, needs=several)
 
@@ -271,8 +271,8 @@ def run_all(chosen, out, seconds):
 
     for alone, group in itertools.groupby(chosen, key=lambda s: s.alone):
         # a rank keeps a core busy
-        lanes = 1 if alone else min(LANES, max(1, (os.cpu_count() or 1) // RANKS_MOST))
-        with concurrent.futures.ThreadPoolExecutor(lanes) as pool:
+        parallel = 1 if alone else min(PARALLEL, max(1, (os.cpu_count() or 1) // RANKS_MOST))
+        with concurrent.futures.ThreadPoolExecutor(parallel) as pool:
             results += pool.map(run_one, group)
     return results
 

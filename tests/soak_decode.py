@@ -19,8 +19,8 @@ import time
 import torch
 
 import epmoe
+from benchmarks.check import poisoned
 from epmoe import _C, reference
-from epmoe.bench.check import poisoned
 from epmoe.testing import PATTERNS, routing, run_threads
 from soak import BATCH_LIMIT_S, RANK, TORCHRUN, progress, torchrun_world
 from soak_fused import delay_sometimes

@@ -20,8 +20,8 @@ import time
 import torch
 
 import epmoe
+from benchmarks.check import poisoned
 from epmoe.gemm.activations import is_gated
-from epmoe.bench.check import poisoned
 from epmoe.testing import PATTERNS, routing, run_threads
 from soak import BATCH_LIMIT_S, RANK, TORCHRUN, progress, torchrun_world
 

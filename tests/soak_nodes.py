@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from epmoe.bench.check import poisoned
+from benchmarks.check import poisoned
 from epmoe.testing import PATTERNS
 from soak import TORCHRUN
 from soak_fused import delay_sometimes, inputs_of, main

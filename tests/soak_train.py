@@ -13,7 +13,7 @@ import sys
 import torch
 
 import epmoe
-from epmoe.bench.check import poisoned
+from benchmarks.check import poisoned
 from soak_fused import delay_sometimes, inputs_of, main, make_batch
 
 

@@ -1,4 +1,4 @@
-"""python -m epmoe.bench on two CPU ranks: every command prints and writes the expected rows.
+"""python -m benchmarks on two CPU ranks: every command prints and writes the expected rows.
 
 test_bench_check.py tests the checks that run before a measurement, test_bench_options.py the command line.
 """
@@ -15,9 +15,9 @@ import torch
 
 import epmoe
 from bench_cases import COMMANDS, liger_modules, on_the_cpu, run_command  # noqa: F401
+from benchmarks import ablation, check, features
 from cases import process_ranks
 from epmoe import reference
-from epmoe.bench import ablation, check, features
 from pace import HANG_S
 
 pytestmark = pytest.mark.cpu_only
@@ -114,7 +114,7 @@ def deep_ep_and_reference(rank, world_size, num_experts=6, topk=3, hidden=24):
 
     The ranks have different numbers of tokens.
     """
-    from epmoe.bench import deep_ep
+    from benchmarks import deep_ep
 
     xs, idxs, ws = [], [], []
     for r in range(world_size):

@@ -1,4 +1,4 @@
-"""epmoe.bench.check: the checks that a bench makes before it measures find wrong results."""
+"""benchmarks.check: the checks that a bench makes before it measures find wrong results."""
 
 import unittest.mock
 
@@ -7,9 +7,9 @@ import torch
 
 import epmoe
 from bench_cases import on_the_cpu, run_command  # noqa: F401
-from epmoe.bench import check, train
-from epmoe.bench.gemm import product_error
-from epmoe.bench.torch_nccl import TorchAllToAll
+from benchmarks import check, train
+from benchmarks.gemm import product_error
+from benchmarks.torch_nccl import TorchAllToAll
 from epmoe.gemm.grouped import FORWARD
 
 pytestmark = pytest.mark.cpu_only

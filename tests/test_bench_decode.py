@@ -1,4 +1,4 @@
-"""python -m epmoe.bench decode and worklog, one rank: their checks find wrong results, their shapes fit."""
+"""python -m benchmarks decode and worklog, one rank: their checks find wrong results, their shapes fit."""
 
 import json
 import unittest.mock
@@ -9,8 +9,8 @@ import torch
 
 import epmoe
 from bench_cases import on_the_cpu, run_command  # noqa: F401
-from epmoe.bench import cli, decode, worklog
-from epmoe.bench.decode_calls import arrived
+from benchmarks import cli, decode, worklog
+from benchmarks.decode import arrived
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,7 +120,7 @@ def test_bench_worklog_has_the_shapes_of_the_problem():
 
 def test_bench_worklog_published_times_are_of_its_problems():
     """Another size makes the times of docs/performance.md those of another problem."""
-    rows = json.loads((ROOT / "benchmarks/h200x4.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks/results/h200x4.json").read_text())["rows"]
     shapes = [worklog.shape_of(problem, on_gpu=True) for problem in worklog.PROBLEMS]
     assert ({(r["shape"], r["tokens"]) for r in rows if r["bench"] == "worklog"}
             == {(s.name, s.tokens) for s in shapes})

@@ -1,4 +1,4 @@
-"""python -m epmoe.bench gemm and layer --fp8 on the CPU: what they measure, and that they check results."""
+"""python -m benchmarks gemm and layer --fp8 on the CPU: what they measure, and that they check results."""
 
 import types
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import epmoe
+from benchmarks import gemm_fp8
 from epmoe.a2a import fused
 from epmoe.moe import fp8 as moe_fp8
 from bench_cases import on_the_cpu, run_command  # noqa: F401
-from epmoe.bench import gemm_fp8
 
 pytestmark = pytest.mark.cpu_only
 ARGUMENTS = ["gemm", "--fp8", "--shapes", "qwen3-30b", "--iters", "1"]

@@ -1,4 +1,4 @@
-"""What commands of python -m epmoe.bench measure, and how: their jobs, their rows on a GPU, calls in turn."""
+"""What commands of python -m benchmarks measure, and how: their jobs, their rows on a GPU, calls in turn."""
 
 import importlib.util
 import sys
@@ -8,8 +8,8 @@ import unittest.mock
 import pytest
 import torch
 
-from epmoe.bench import cli, gemm, host, measure, transformers
-from epmoe.bench.shapes import SHAPES
+from benchmarks import cli, gemm, host, measure, transformers
+from benchmarks.shapes import SHAPES
 
 pytestmark = pytest.mark.cpu_only
 

@@ -1,5 +1,6 @@
-"""The command line of python -m epmoe.bench: options, refused arguments, ranks that it starts, progress."""
+"""The command line of python -m benchmarks: options, refused arguments, ranks that it starts, progress."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,9 +13,9 @@ import torch
 
 import epmoe
 from bench_cases import COMMANDS, on_the_cpu, run_command  # noqa: F401
-from epmoe.bench import cli, layer, nodes, shapes, train
-from epmoe.bench.progress import Progress
-from epmoe.bench.run import Run
+from benchmarks import cli, layer, nodes, shapes, train
+from benchmarks.progress import Progress
+from benchmarks.run import Run
 from pace import HANG_S
 
 pytestmark = pytest.mark.cpu_only
@@ -121,7 +122,7 @@ def test_bench_train_alternates_in_rounds(run_of, on_gpu, iters, rounds):
 def bench(*arguments, **env):
     """Run the command in a process. Return (exit code, stdout, stderr)."""
     variables = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "epmoe.bench", *arguments]
+    command = [sys.executable, "-m", "benchmarks", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S,
                           env=variables | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env)
     return done.returncode, done.stdout, done.stderr
@@ -151,6 +152,24 @@ def test_bench_rejects_wrong_arguments(argv, text, capsys):
     with pytest.raises(SystemExit):
         cli.parse(argv)
     assert text in capsys.readouterr().err
+
+
+def test_bench_adds_its_rows_to_those_of_the_machine(tmp_path):
+    """A bench leaves the rows of other benches in the file, and refuses figures of another machine."""
+    path = tmp_path / "figures.json"
+    command = ["worklog", "--iters", "1", "--json", str(path), "--commit", "new"]
+    run_command(command)
+    written = json.loads(path.read_text())
+    assert written["commit"] == "new" and {r["bench"] for r in written["rows"]} == {"worklog"}
+    other = {"bench": "layer", "shape": "c", "tokens": 4, "impl": "epmoe layer", "ms": 1.0}
+    path.write_text(json.dumps(written | {"commit": "old", "rows": [other, *written["rows"]]}))
+    run_command(command)
+    again = json.loads(path.read_text())
+    assert again["commit"] == "old" and again["rows"][0] == other
+    assert [r.get("commit") for r in again["rows"][1:]] == ["new"] * len(written["rows"])
+    path.write_text(json.dumps(written | {"machine": "4 x GPU"}))
+    with pytest.raises(AssertionError, match="figures of 1 ranks on 4 x GPU, these are of 1 ranks on CPU"):
+        run_command(command)
 
 
 def test_bench_progress_prints_lines_without_a_terminal(capsys):

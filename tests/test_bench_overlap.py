@@ -1,4 +1,4 @@
-"""python -m epmoe.bench overlap: its table, plots and traces.
+"""python -m benchmarks overlap: its table, plots and traces.
 
 Only GPUs record events, so here the events are given.
 """
@@ -14,8 +14,8 @@ import torch
 
 import epmoe
 from bench_cases import on_the_cpu, run_command  # noqa: F401
+from benchmarks import overlap
 from epmoe import trace
-from epmoe.bench import overlap
 
 pytestmark = pytest.mark.cpu_only
 SEND, GEMM = (next(w for w, n in trace.SPANS.items() if n == name) for name in ("send", "gemm"))

@@ -1,4 +1,4 @@
-"""python -m epmoe.bench report: tables and plots match the JSON files from which they are made.
+"""python -m benchmarks report: tables and plots match the JSON files from which they are made.
 
 This includes the tables and plots of README.md and docs/performance.md.
 """
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from epmoe.bench import cli, plots, report
+from benchmarks import cli, figures, plots, report
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES, PLOTS = ROOT / "benchmarks" / "h200x4.json", ROOT / "docs" / "img"
+FIGURES, PLOTS = ROOT / "benchmarks/results/h200x4.json", ROOT / "docs" / "img"
 NAMES = ("layers", "shapes", "sm", "tokens", "decode")
 
 
@@ -37,18 +37,22 @@ def row(bench, shape, impl, ms, tokens=64, **more):
     return {"bench": bench, "shape": shape, "tokens": tokens, "impl": impl, "ms": ms, **more}
 
 
+def of_run(rows, **head):
+    return {"machine": "CPU", "gpus": 0, "ranks": 2, "cuda": None, "torch": "2.11", "date": "2026-01-02",
+            "commit": "abc"} | head | {"rows": rows}
+
+
 def write(path, rows, **head):
-    path.write_text(json.dumps({"machine": "CPU", "gpus": 0, "cuda": None, "torch": "2.11",
-                                "date": "2026-01-02", "commit": "abc", "rows": rows} | head))
+    path.write_text(figures.text_of(of_run(rows, **head)))
     return path
 
 
 MARKERS = "before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n"
 
 
-def make_report(folder, rows, document="--page", **head):
+def make_report(folder, rows, document="--page", name="some", **head):
     """Write rows to a file and run the command. Return (Figures, the text of the written document)."""
-    path, page = write(folder / "some.json", rows, **head), folder / "page.md"
+    path, page = write(folder / f"{name}.json", rows, **head), folder / "page.md"
     page.write_text(MARKERS)
     assert cli.main(["report", str(path), document, str(page)]) == 0
     return report.Figures(path), page.read_text()
@@ -58,25 +62,25 @@ def make_report(folder, rows, document="--page", **head):
                                                     ("docs/performance.md", report.block, "img")])
 def test_bench_report_documents_match_the_file(document, make, folder):
     """If this test fails, run make report."""
-    figures = repository_figures()
-    text = make(figures, plots.wanted(figures), folder)
+    found = repository_figures()
+    text = make(found, plots.wanted(found), folder)
     assert f"<!-- figures -->\n{text}<!-- /figures -->" in (ROOT / document).read_text()
 
 
-def test_bench_report_readme_has_one_table_and_one_plot():
-    figures = repository_figures()
-    text = report.short_block(figures, plots.wanted(figures), "docs/img")
+def test_bench_report_readme_has_one_table():
+    found = repository_figures()
+    text = report.short_block(found, plots.wanted(found), "docs/img")
     assert text.count("|---") == text.split("\n")[2].count("|") - 1
-    assert text.count("![") == 1 and len(text.split("\n")) < 20
+    assert "![" not in text and len(text.split("\n")) < 20
     for shape in ("seed", "dsv3", "qwen3-235b", "mixtral", "gpt-oss-120b", "qwen3-30b"):
         assert f"| {shape} | {report.size(shape)} |" in text
 
 
 def test_bench_report_plots_match_the_file():
     """If this test fails, run make report."""
-    figures = repository_figures()
-    for name in plots.wanted(figures):
-        assert png_texts(figures.plot_path(name))["Figures"] == figures.digest, name
+    found = repository_figures()
+    for name in plots.wanted(found):
+        assert png_texts(found.plot_path(name))["Figures"] == found.digest, name
 
 
 def test_bench_report_recorded_peers_are_described():
@@ -94,8 +98,7 @@ def test_bench_report_writes_plots_to_a_folder(tmp_path):
     page.write_text(MARKERS)
     for _ in range(2):  # the first run makes the folder, the second finds it
         assert cli.main(["report", str(path), "--readme", str(page), "--plots", str(folder)]) == 0
-        text = page.read_text()
-        assert "| c | 64 | 1.50 ms | 2.00× |" in text and "](docs/img/some_layers.png)" in text
+        assert "| c | 64 | 1.50 ms | 2.00× |" in page.read_text()
         assert (folder / "some_layers.png").exists() and not list(tmp_path.glob("*.png"))
 
 
@@ -107,8 +110,8 @@ def test_bench_report_prints_what_no_document_gets(tmp_path, capsys, document):
     rows = [row("layer", "c", impl, 1.5, tflops=9.0) for impl in ("epmoe layer", "torch layer")]
     options = [document, str(page)] if document else []
     assert cli.main(["report", str(write(tmp_path / "some.json", rows)), *options]) == 0
-    assert ("![Time of a whole layer" in capsys.readouterr().out) == (document is None)
-    assert ("![Time of a whole layer" in page.read_text()) == (document is not None)
+    assert ("| c |" in capsys.readouterr().out) == (document is None)
+    assert ("| c |" in page.read_text()) == (document is not None)
 
 
 def test_bench_report_refuses_a_file_in_place_of_the_folder(tmp_path, capsys):
@@ -136,12 +139,56 @@ def test_bench_report_of_one_gpu(tmp_path):
     alone = [row("train", "c", f"epmoe {what}", ms, tflops=300.0, ratios={"torch": 0.51, "GEMMs": 0.81})
              for what, ms in (("forward", 1.0), ("backward", 3.0), ("both", 4.0), ("inference", 0.9))]
     alone += [row("train", "c", "epmoe stages both", 5.0), row("train", "c", "torch both", 5.0)]
-    write(tmp_path / "one_gpu_some.json", alone, what="alone.")
-    page = make_report(tmp_path, rows)[1]
+    write(tmp_path / "some.json", alone, what="alone.")
+    page = make_report(tmp_path, rows, name="somex4")[1]
     assert "4.00 | 300 | 0.51 | 0.81 | 0.80 | 0.90 | 0.51 | 0.81 |" in page and "commit abc. alone." in page
-    assert "| c | 64 | 1.50 ms | 2.00× | 1.25×† |" in make_report(tmp_path, rows, "--readme")[1]
+    assert "| c | 64 | 1.50 ms | 2.00× | 1.25×† |" in make_report(tmp_path, rows, "--readme", "somex4")[1]
     rows += [row("train", "c", f"{who} both", ms) for who, ms in (("epmoe", 4.0), ("torch", 6.0))]
-    assert "| c | 64 | 1.50 ms | 2.00× | 1.50× |" in make_report(tmp_path, rows, "--readme")[1]  # of this run
+    readme = make_report(tmp_path, rows, "--readme", "somex4")[1]
+    assert "| c | 64 | 1.50 ms | 2.00× | 1.50× |" in readme  # of this run
+
+
+def test_bench_figures_have_one_row_a_line():
+    rows = [row("layer", "c", f"epmoe {n}", float(n), what="K·T") for n in range(3)]
+    for some in ([], rows):
+        text = figures.text_of(of_run(some))
+        assert json.loads(text) == of_run(some)
+        assert len([line for line in text.splitlines() if "K·T" in line]) == len(some)
+
+
+def test_bench_figures_of_two_runs():
+    """The rows of another run keep its date and commit. A new row replaces that of the same call."""
+    rows = [row("layer", "c", "epmoe layer", 2.0), row("layer", "c", "torch layer", 4.0),
+            row("sm", "c", "epmoe combine", 1.0, num_sm=8), row("sm", "c", "epmoe combine", 3.0, num_sm=24)]
+    again = [row("sm", "c", "epmoe combine", 0.5, num_sm=24), row("gemm", "c", "epmoe down", 7.0)]
+    own = {"date": "2026-01-03", "commit": "def"}
+    both = figures.merged(of_run(rows), of_run(again, **own))
+    assert both == of_run([*rows[:3], again[0] | own, again[1] | own])
+    assert figures.runs_of(both, "layer") == figures.runs_of(of_run([]))
+    assert len(figures.runs_of(both, "sm")) == 2
+    assert report.of_runs(both, "gemm") == "CPU, torch 2.11, 2026-01-03, commit def"
+    assert figures.merged(both, of_run(again)) == of_run([*rows[:3], *again])
+    assert figures.merged(of_run(again), of_run(again, **own)) == of_run(again, **own)
+
+
+def test_bench_report_names_every_run(tmp_path):
+    rows = [row("layer", "c", "epmoe layer", 2.0, tflops=9.0),
+            row("layer", "c", "torch layer", 4.0, commit="def")]
+    text = "CPU, torch 2.11, 2026-01-02, commit abc; CPU, torch 2.11, 2026-01-02, commit def"
+    assert text in make_report(tmp_path, rows)[1] and text in make_report(tmp_path, rows, "--readme")[1]
+
+
+def test_bench_figures_are_added_to_those_of_the_machine(tmp_path):
+    path, head = tmp_path / "some.json", of_run([])
+    assert figures.figures_before(path, head) is None
+    write(path, [row("layer", "c", "epmoe layer", 2.0)])
+    assert figures.figures_before(path, head)["rows"][0]["ms"] == 2.0
+    with pytest.raises(ValueError, match="figures of 2 ranks on CPU, these are of 4 ranks on CPU: name"):
+        figures.figures_before(path, head | {"ranks": 4})
+    for text in ("[]", "no figures", "{}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="some.json: the file exists, and has no figures of a benchmark"):
+            figures.figures_before(path, head)
 
 
 def test_bench_report_of_a_cpu(tmp_path, capsys):
@@ -154,7 +201,7 @@ def test_bench_report_of_a_cpu(tmp_path, capsys):
              for impl, ms in (("epmoe layer", 3.0), ("torch layer", 6.0), ("GEMMs alone", 2.0))]
     rows += [row("decode", "decode-small", f"{peer} {call}", 0.01 * t, t) for peer in ("epmoe", "torch")
              for call in ("dispatch", "combine", "pair") for t in (1, 16)]
-    figures, text = make_report(tmp_path, rows)
+    found, text = make_report(tmp_path, rows)
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "nothing about GPUs" in text
     assert "| a-small | 64 | 0.250 ms | 0.25 | 0.500 ms | 0.12 |" in text
@@ -162,7 +209,7 @@ def test_bench_report_of_a_cpu(tmp_path, capsys):
     assert "| a-small | 64 | 3.000 ms | 1.50 | 0.50 |" in text
     for name in NAMES:
         assert f"](some_{name}.png)" in text
-        assert png_texts(tmp_path / f"some_{name}.png")["Figures"] == figures.digest
+        assert png_texts(tmp_path / f"some_{name}.png")["Figures"] == found.digest
     assert "no figures of DeepEP for a-small" in capsys.readouterr().out
 
 
@@ -171,7 +218,7 @@ def test_bench_report_names_missing_rows_and_plots(tmp_path, capsys):
     _, text = make_report(tmp_path, rows, machine="4 x GPU", gpus=4, cuda="13")
     out = capsys.readouterr().out
     for bench in ("a2a", "sm", "layer"):
-        assert f"no rows of {bench}: python -m epmoe.bench {bench}" in out
+        assert f"no rows of {bench}: python -m benchmarks {bench}" in out
     assert "no rows of tokens" not in out and ".png" not in text and not list(tmp_path.glob("*.png"))
     for name in NAMES:
         assert f"not made: the plot {name}" in out

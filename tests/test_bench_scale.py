@@ -1,4 +1,4 @@
-"""python -m epmoe.bench scale: its numbers of rows against counted routings, its schedule, its options."""
+"""python -m benchmarks scale: its numbers of rows against counted routings, its schedule, its options."""
 
 import contextlib
 import doctest
@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import cli
+from benchmarks.shapes import SHAPES
 from epmoe import reference
-from epmoe.bench import cli
-from epmoe.bench import scale_model as scale
-from epmoe.bench.shapes import SHAPES
+from epmoe.moe import cost_model
+from epmoe.moe.cost_model import Rates, mean_nodes, predict, rows_leaving, schedule
 from epmoe.testing import routing
 
 pytestmark = pytest.mark.cpu_only
@@ -39,12 +40,12 @@ def test_scale_counts_rows_as_all_routings_do(nodes, local, experts, topk, limit
     found = list(all_routings(nodes, experts, topk, limit))
     node_sets = [{e // of_node for e in choice} for choice in found]
     mean = sum(map(len, node_sets)) / len(found)
-    assert scale.mean_nodes(nodes, experts, topk, limit) == pytest.approx(mean)
+    assert mean_nodes(nodes, experts, topk, limit) == pytest.approx(mean)
     away = [[e for e in choice if e >= of_node] for choice in found]
     counted = {"choice": sum(map(len, away)), "rank": sum(len({e // of_rank for e in c}) for c in away),
                "node": sum(len({e // of_node for e in c}) for c in away)}
     for saving, rows in counted.items():
-        got = scale.rows_leaving(nodes, local, experts, topk, saving, limit)
+        got = rows_leaving(nodes, local, experts, topk, saving, limit)
         assert got == pytest.approx(rows / len(found)), saving
 
 
@@ -56,13 +57,13 @@ def test_scale_counts_rows_as_the_plan_of_a_random_routing_does():
     indices = [routing("distinct", tokens, topk, experts, size, r, g) for r in range(size)]
     sent = reference.plan(indices, experts)["send_tokens"].view(nodes, local, nodes, local).sum((1, 3))
     by_rank = (sent.sum() - sent.diagonal().sum()).item() / (size * tokens)
-    assert by_rank == pytest.approx(scale.rows_leaving(nodes, local, experts, topk, "rank"), rel=0.02)
+    assert by_rank == pytest.approx(rows_leaving(nodes, local, experts, topk, "rank"), rel=0.02)
     away = 0
     for rank, idx in enumerate(indices):
         hit = torch.zeros(tokens, nodes).scatter_(1, idx // (experts // nodes), 1)
         away += (hit.sum() - hit[:, rank // local].sum()).item()
     by_node = away / (size * tokens)
-    assert by_node == pytest.approx(scale.rows_leaving(nodes, local, experts, topk, "node"), rel=0.02)
+    assert by_node == pytest.approx(rows_leaving(nodes, local, experts, topk, "node"), rel=0.02)
 
 
 @pytest.mark.parametrize("arguments, text", [
@@ -71,7 +72,7 @@ def test_scale_counts_rows_as_the_plan_of_a_random_routing_does():
 ])
 def test_scale_rejects_what_cannot_be(arguments, text):
     with pytest.raises(ValueError, match=text):
-        scale.rows_leaving(*arguments)
+        rows_leaving(*arguments)
 
 
 def scheduled_by_steps(out, team, own, home, chunks):
@@ -103,34 +104,34 @@ def test_scale_schedule_is_that_of_two_workers(chunks):
     g = torch.Generator().manual_seed(chunks)
     for _ in range(60):
         out, team, own, home = torch.randint(1, 9, (4,), generator=g).tolist()
-        got = scale.schedule(out * chunks, team * chunks, own, home * chunks, chunks)
+        got = schedule(out * chunks, team * chunks, own, home * chunks, chunks)
         assert got == pytest.approx(scheduled_by_steps(out, team, own, home, chunks))
         assert got >= max(chunks * (out + home), own + chunks * team)
 
 
 def test_scale_prediction_adds_up():
     """Without latencies: the bounds, one node, a backward, a measured team, rows home in float32."""
-    shape, rates = SHAPES["dsv3"], scale.Rates(rail_latency=0.0, launch=0.0)
-    p = scale.predict(shape, 8, 8, rates)
+    shape, rates = SHAPES["dsv3"], Rates(rail_latency=0.0, launch=0.0)
+    p = predict(shape, 8, 8, rates)
     weights = p.rows * 8192 * 8 * 4
     assert p.out_bytes - p.home_bytes == pytest.approx(7 * (64 + 8192 * 8 * 4) + weights)  # and the indices
     assert p.home_bytes == pytest.approx(p.rows * 8192 * 7168 * 2)
     assert p.serial_s == pytest.approx(p.out_s + p.team_s + p.home_s, rel=1e-2)
     assert max(p.out_s + p.home_s, p.team_s) <= p.pipelined_s < p.serial_s
-    assert scale.predict(shape, 8, 8, rates, home_bytes=4).home_s == pytest.approx(2 * p.home_s)
-    back = scale.predict(shape, 8, 8, rates, backward=True)
+    assert predict(shape, 8, 8, rates, home_bytes=4).home_s == pytest.approx(2 * p.home_s)
+    back = predict(shape, 8, 8, rates, backward=True)
     assert back.home_s == pytest.approx(p.out_s) and back.team_s == pytest.approx(2 * p.team_s)
-    assert scale.predict(shape, 8, 8, rates, team_s=5e-3).team_s == pytest.approx(5e-3)
-    one = scale.predict(shape, 1, 4, scale.Rates())
+    assert predict(shape, 8, 8, rates, team_s=5e-3).team_s == pytest.approx(5e-3)
+    one = predict(shape, 1, 4, Rates())
     assert one.rows == one.out_bytes == 0 and one.serial_s == one.pipelined_s == one.team_s
     # The layer on 4 x H200 took 10.5 ms (docs/performance.md), and its GEMMs' rate is from there.
     assert one.team_s == pytest.approx(10.5e-3, rel=0.02)
-    slow = scale.predict(shape, 8, 8, scale.Rates(link=20e9))
+    slow = predict(shape, 8, 8, Rates(link=20e9))
     assert slow.team_s > 2 * p.team_s  # links so slow that the GEMMs do not hide them
 
 
 def test_scale_examples_run():
-    assert doctest.testmod(scale) .failed == 0
+    assert doctest.testmod(cost_model).failed == 0
 
 
 def run(capsys, *arguments):
@@ -148,7 +149,7 @@ def test_scale_command_prints_and_writes(capsys, tmp_path):
     rows = {(r["nodes"], r["routing"], r["saving"], r["pass"]): r for r in figures["rows"]}
     assert len(rows) == len(figures["rows"]) == 2 * 2 * 3 * 2
     assert figures["rates"]["rail"] == 45e9 and figures["shape"]["experts"] == 256
-    assert rows[8, "uniform", "node", "forward"]["rows"] == pytest.approx(scale.rows_leaving(8, 8, 256, 8))
+    assert rows[8, "uniform", "node", "forward"]["rows"] == pytest.approx(rows_leaving(8, 8, 256, 8))
     assert rows[2, "at most 4 nodes", "node", "forward"] | {"routing": "uniform"} \
         == rows[2, "uniform", "node", "forward"], "two nodes are no limit"
 

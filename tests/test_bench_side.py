@@ -1,4 +1,4 @@
-"""python -m epmoe.bench side on the CPU. As on a GPU, the ranks are threads of this process."""
+"""python -m benchmarks side on the CPU. As on a GPU, the ranks are threads of this process."""
 
 import contextlib
 import io
@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from epmoe.bench import cli, side
+from benchmarks import cli, side
 
 pytestmark = pytest.mark.cpu_only
 

@@ -146,7 +146,7 @@ def errors_after(change, source, folder, *compiler):
     (ACTIVATION, "cpu/quantize.c", stops("protocol/quantize.h", "cpu/quantize.c")),
     (ACTIVATION, "kernels/gemm/gemm_maps.h", stops("gemm_maps.h")),
     (KIND, "kernels/gemm/gemm_maps.h", stops("gemm_params.h", "gemm_maps.h")),
-    (KIND, "kernels/gemm/gemm_tiles.h", stops("gemm_tiles.h")),
+    (KIND, "kernels/gemm/gemm_tile_scheduler.h", stops("gemm_tile_scheduler.h")),
     (MODE, "cpu/ops.c", stops("layout.h", "ops.c")),
     (MODE, "layer/layer.c", ["every mode has a name"]),
     (DTYPE, "cpu/rows.c", stops("rows.c")),

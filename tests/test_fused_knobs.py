@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import epmoe
-from epmoe.bench.shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from epmoe.a2a.fused import fuses
 from fused_cases import Experts
 from test_plan_slots import make_op

@@ -20,7 +20,7 @@ SOURCES = ("csrc", "epmoe", "setup.py", "pyproject.toml", "README.md", "LICENSE"
 USE = """
 import importlib.metadata, sys
 from pathlib import Path
-import torch, epmoe, epmoe.bench.report
+import torch, epmoe
 from epmoe.testing import run_threads
 
 def main(world):
@@ -41,6 +41,7 @@ assert epmoe.include_dir() == str(include)
 headers = sorted(str(p.relative_to(include)) for p in include.rglob("*.*") if p.suffix != ".pyc")
 assert headers == ["epmoe_device.h", "protocol/port.h"], headers
 assert (package / "py.typed").exists() and (package / "_C.pyi").exists()
+assert {p.name.split("-")[0] for p in Path(sys.argv[1]).iterdir()} == {"epmoe"}, "no bench is installed"
 assert not epmoe._C.HAS_CUDA and run_threads(main, 2) == [True, True]
 print("installed and used")
 """

@@ -56,6 +56,6 @@ def test_names_of_spans_are_those_of_the_header():
 
 
 def test_names_of_spans_are_those_that_the_bench_plots():
-    from epmoe.bench import overlap
+    from benchmarks import overlap
 
     assert {"gemm", *(n for names in overlap.KERNELS.values() for n in names)} < set(trace.SPANS.values())

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import epmoe
 from cases import Case, generator, indices_of, outcome, process_ranks, same_bits
-from epmoe.bench.scale_model import CHUNKS
 from epmoe.moe.chunks import check_layer, choose_chunks
+from epmoe.moe.cost_model import CHUNKS
 from nodes_cases import run_nodes
 from pace import HANG_S
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import epmoe
+from benchmarks.nodes import PacedRail
 from cases import (DTYPES, MODES, Case, check_case, generator, indices_of, inputs_of, keep, outcome,
                    process_ranks, random_numbers, run_routing, same_bits)
-from epmoe.bench.nodes import PacedRail
 from nodes_cases import TeamOracle, run_nodes
 from pace import HANG_S, wait_until
 

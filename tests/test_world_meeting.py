@@ -126,7 +126,7 @@ def _unknown_clients_connect(rank, world_size):
             name = names[: _C.NAME_BYTES]
             address = b"\0" + name[1 : name[0]]
             # One of these has the length of a valid message.
-            messages = [bytes(_C.EXCHANGE_BYTES + n) for n in range(0, 65, 8)]
+            messages = [bytes(_C.ALL_GATHER_BYTES + n) for n in range(0, 65, 8)]
             for junk in (b"", b"x", *messages, bytes(4000)):
                 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 s.connect(address)

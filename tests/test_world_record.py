@@ -233,7 +233,7 @@ def _reason_in_other_bytes(rank, world_size):
     abort, timeout = 3, -5  # EP_FRAME_ABORT and EP_ETIMEOUT
     frame = struct.pack("=IIQiIIII4x", _C.ABI_VERSION, abort, 0, timeout, 1, len(text), 0, 0)
     with _socket_to_peer() as peer:
-        peer.send(frame + text.ljust(_C.EXCHANGE_BYTES, b"\0"))
+        peer.send(frame + text.ljust(_C.ALL_GATHER_BYTES, b"\0"))
     until_ended(world)
     return None
 

@@ -32,8 +32,9 @@
 
 /* Map the file at an aligned address: reserve a larger range, map the file inside it, and unmap the rest. */
 static int map_file(int fd, uint64_t num_bytes, void **memory) {
-    uint64_t room = num_bytes + BASE_ALIGN;
-    unsigned char *from = (unsigned char *)mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    uint64_t reserved = num_bytes + BASE_ALIGN;
+    unsigned char *from =
+        (unsigned char *)mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     *memory = NULL;
     if (from != MAP_FAILED) {
         uint64_t before = ep_align_u64((uintptr_t)from, BASE_ALIGN) - (uintptr_t)from,
@@ -41,11 +42,11 @@ static int map_file(int fd, uint64_t num_bytes, void **memory) {
         void *at = mmap(from + before, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
         if (at != MAP_FAILED) {
             if (before) munmap(from, before);
-            if (room > before + used) munmap(from + before + used, room - before - used);
+            if (reserved > before + used) munmap(from + before + used, reserved - before - used);
             *memory = at;
             return 0;
         }
-        munmap(from, room);
+        munmap(from, reserved);
     }
     return ep_error(EP_ENOMEM, "cannot map %llu bytes of shared memory: %s", (unsigned long long)num_bytes,
                     strerror(errno));
@@ -53,9 +54,9 @@ static int map_file(int fd, uint64_t num_bytes, void **memory) {
 
 /* The system does not refuse a memory file that is too large. It kills a process when the memory is used.
  * So the heap's size is compared with the free memory first. */
-static int heap_room(int device, EpHeapRoom *room) {
+static int heap_device(int device, EpHeapDevice *out) {
     (void)device;
-    *room = (EpHeapRoom){.free_bytes = ep_room_bytes(""), .may_share = 1};
+    *out = (EpHeapDevice){.free_bytes = ep_free_bytes(""), .may_share = 1};
     return 0;
 }
 
@@ -325,10 +326,10 @@ static int gemm(int device, const EpGemmParams *p, void *stream) {
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
     EpGemmParams g = p->gemm;
     const uint32_t num_out = ep_gemm_out_cols(&g);
-    g.row_weight = NULL; /* the place of p->gemm.kept */
+    g.row_weight = NULL; /* the place of p->gemm.saved */
     EP_TRY(dispatch(device, &p->dispatch, p->num_move_blocks, stream));
-    if (p->gemm.kept) {
-        EpActivationParams act = {.h = p->gemm.kept,
+    if (p->gemm.saved) {
+        EpActivationParams act = {.h = p->gemm.saved,
                                   .offsets = g.offsets,
                                   .weighted = g.out,
                                   .num_rows = g.num_rows,
@@ -337,7 +338,7 @@ static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream
                                   .is_f16 = g.is_f16};
         ep_act_numbers(&act, g.activation, g.alpha, g.limit);
         ep_gemm_set_activation(&g, EP_ACT_NONE, 0, 0);
-        g.out = p->gemm.kept;
+        g.out = p->gemm.saved;
         EP_TRY(ep_cpu_gemm(&g));
         ep_cpu_activation(&act);
         return 0;
@@ -364,7 +365,7 @@ static int quantize(int device, const EpQuantizeParams *p, void *stream) {
 }
 
 const EpBackend ep_cpu_backend = {
-    .heap_room = heap_room,
+    .heap_device = heap_device,
     .heap_open = heap_open,
     .heap_close = heap_close,
     .heap_import = heap_import,

@@ -3,7 +3,7 @@
  * Exports ep_cpu_gemm. It runs in the calling thread.
  * Invariant: each number of the output is a sum in an order that depends on the sizes of the weights only:
  * not on the other rows, on their number, on the processor or on its vector instructions. FORWARD adds the
- * products of column k to partial sum k % LANES, in the order of the columns, and then adds the partial sums
+ * products of column k to partial sum k % VECTOR, in the order of the columns, and then adds the partial sums
  * in pairs. DGRAD adds the columns of a row in their order, and WGRAD the rows of an expert in theirs. No
  * product is fused with a sum (-ffp-contract=off). */
 #include <stdlib.h>
@@ -16,14 +16,14 @@
 #include "runtime/error.h"
 
 enum {
-    LANES = 16, /* partial sums of a dot product; numbers of a vector */
-    STEP = 4,   /* dot products, or terms of a sum, that share a pass over memory */
+    VECTOR = 16, /* partial sums of a dot product; numbers of a vector */
+    STEP = 4,    /* dot products, or terms of a sum, that share a pass over memory */
     BLOCK = 64 /* rows (WGRAD: columns of a) for which a row of the weights (WGRAD: of b) is converted once */
 };
 __extension__ typedef _Float16 EpF16;
-typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef float Floats __attribute__((vector_size(4 * VECTOR), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(4 * VECTOR), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(2 * VECTOR), aligned(2)));
 
 /* The loops over vectors: for any processor, and for two of the instruction sets of x86. All give the same
  * bits. */
@@ -59,11 +59,11 @@ static const Loops *choose_loops(void) {
 typedef struct {
     const EpGemmParams *p;
     const Loops *loop;
-    EpActivationParams act; /* its numbers: see ep_act_numbers */
-    uint32_t dtype;         /* of a, b, bias and out */
-    uint32_t padded;        /* K, rounded up to a multiple of LANES */
-    float *few, *block, *y; /* [STEP][padded], [BLOCK][padded], [BLOCK][N rounded up to LANES] */
-    uint32_t wide;          /* N, rounded up to a multiple of LANES */
+    EpActivationParams act;   /* its numbers: see ep_act_numbers */
+    uint32_t dtype;           /* of a, b, bias and out */
+    uint32_t padded;          /* K, rounded up to a multiple of VECTOR */
+    float *panel, *block, *y; /* [STEP][padded], [BLOCK][padded], [BLOCK][N rounded up to VECTOR] */
+    uint32_t wide;            /* N, rounded up to a multiple of VECTOR */
 } Work;
 
 /* Bias, activation and row weight of a row of the product, in float32, rounded once. */
@@ -94,10 +94,10 @@ static void forward(const Work *g, uint32_t expert, uint32_t row, uint32_t num) 
         g->loop->load(g->block + r * padded, p->a, g->dtype, (uint64_t)(row + r) * p->k, p->k);
     for (uint32_t n = 0; n < p->n; n++) {
         float sums[STEP];
-        g->loop->load(g->few, p->b, g->dtype, ((uint64_t)expert * p->n + n) * p->k, p->k);
+        g->loop->load(g->panel, p->b, g->dtype, ((uint64_t)expert * p->n + n) * p->k, p->k);
         for (uint32_t r = 0; r < num;
              r += STEP) { /* rows after the last have old numbers, which are not used */
-            g->loop->dot(sums, g->block + r * padded, g->few, g->padded);
+            g->loop->dot(sums, g->block + r * padded, g->panel, g->padded);
             for (uint32_t i = 0; i < STEP && r + i < num; i++)
                 g->y[(uint64_t)(r + i) * g->wide + n] = sums[i];
         }
@@ -114,10 +114,10 @@ static void dgrad(const Work *g, uint32_t expert, uint32_t row, uint32_t num) {
     for (uint32_t n = 0; n < p->n; n += STEP) {
         const uint32_t terms = p->n - n < STEP ? p->n - n : STEP;
         for (uint32_t i = 0; i < terms; i++)
-            g->loop->load(g->few + i * padded, p->b, g->dtype, ((uint64_t)expert * p->n + n + i) * p->k,
+            g->loop->load(g->panel + i * padded, p->b, g->dtype, ((uint64_t)expert * p->n + n + i) * p->k,
                           p->k);
         for (uint32_t r = 0; r < num; r++)
-            g->loop->add(g->block + r * padded, g->y + (uint64_t)r * g->wide + n, g->few, g->padded, terms);
+            g->loop->add(g->block + r * padded, g->y + (uint64_t)r * g->wide + n, g->panel, g->padded, terms);
     }
     for (uint32_t r = 0; r < num; r++)
         g->loop->store(p->out, g->dtype, (uint64_t)(row + r) * p->k, g->block + r * padded, p->k);
@@ -133,12 +133,12 @@ static void wgrad(const Work *g, uint32_t expert, uint32_t begin, uint32_t end) 
             const uint32_t terms = end - row < STEP ? end - row : STEP;
             float factors[STEP][BLOCK] = {{0}};
             for (uint32_t i = 0; i < terms; i++) {
-                g->loop->load(g->few + i * padded, p->b, g->dtype, (uint64_t)(row + i) * p->k, p->k);
+                g->loop->load(g->panel + i * padded, p->b, g->dtype, (uint64_t)(row + i) * p->k, p->k);
                 g->loop->load(factors[i], p->a, g->dtype, (uint64_t)(row + i) * p->n + first, num);
             }
             for (uint32_t n = 0; n < num; n++) {
                 const float x[STEP] = {factors[0][n], factors[1][n], factors[2][n], factors[3][n]};
-                g->loop->add(g->block + n * padded, x, g->few, g->padded, terms);
+                g->loop->add(g->block + n * padded, x, g->panel, g->padded, terms);
             }
         }
         for (uint32_t n = 0; n < num; n++) {
@@ -160,14 +160,14 @@ int ep_cpu_gemm(const EpGemmParams *p) {
     Work g = {.p = p,
               .loop = choose_loops(),
               .dtype = p->is_f16 ? EP_F16 : EP_BF16,
-              .padded = (p->k + LANES - 1) / LANES * LANES,
-              .wide = (p->n + LANES - 1) / LANES * LANES};
+              .padded = (p->k + VECTOR - 1) / VECTOR * VECTOR,
+              .wide = (p->n + VECTOR - 1) / VECTOR * VECTOR};
     const uint64_t of_y = p->kind == EP_GEMM_WGRAD ? 0 : (uint64_t)BLOCK * g.wide;
-    g.few = (float *)calloc((uint64_t)(STEP + BLOCK) * g.padded + of_y, sizeof(float));
-    if (!g.few)
+    g.panel = (float *)calloc((uint64_t)(STEP + BLOCK) * g.padded + of_y, sizeof(float));
+    if (!g.panel)
         return ep_error(EP_ENOMEM, "a product with weights of %u by %u: this process is out of memory", p->n,
                         p->k);
-    g.block = g.few + (uint64_t)STEP * g.padded;
+    g.block = g.panel + (uint64_t)STEP * g.padded;
     g.y = g.block + (uint64_t)BLOCK * g.padded;
     ep_act_numbers(&g.act, p->activation, p->alpha, p->limit);
     for (uint32_t e = 0; e < p->num_experts; e++) {
@@ -179,6 +179,6 @@ int ep_cpu_gemm(const EpGemmParams *p) {
             else forward(&g, e, row, num);
         }
     }
-    free(g.few);
+    free(g.panel);
     return 0;
 }

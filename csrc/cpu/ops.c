@@ -73,8 +73,9 @@ static void place_slot(const EpDispatchParams *p, const EpRowScales *scales, uin
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk;
     const int32_t token = meta[EP_TRAILER_TOKEN];
-    const uint32_t home = (uint32_t)meta[EP_TRAILER_RETURN_SLOT];
-    int32_t *record = p->recv + ep_record_at(&c->shape, s, home < c->shape.max_tokens ? home : 0);
+    const uint32_t return_slot = (uint32_t)meta[EP_TRAILER_RETURN_SLOT];
+    int32_t *record =
+        p->recv + ep_record_at(&c->shape, s, return_slot < c->shape.max_tokens ? return_slot : 0);
     record[EP_RECORD_TOKEN] = (uint32_t)token < c->shape.max_tokens ? token : 0;
     for (uint32_t k = 0; k < K; k++) {
         int32_t at = meta[EP_TRAILER_ROWS + k];

@@ -51,7 +51,8 @@ static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const 
 }
 
 /* Send this rank's cells to all ranks, and wait for theirs. False: the operation is void. */
-static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpWrong *wrong, uint64_t epoch) {
+static bool all_gather_counts(const EpPlanParams *p, const uint32_t *my_cells, EpWrong *wrong,
+                              uint64_t epoch) {
     const EpComm *c = &p->comm;
     const EpShape *s = &c->shape;
     uint32_t num_cells = c->layout.num_count_cells;
@@ -128,34 +129,34 @@ static void expert_range(const EpPlanParams *p, uint32_t t, uint32_t r, int32_t 
  * rank. Its GEMM processes that rank's experts in ascending order. So a token has two positions:
  *   out    Tokens are sent in the order of their lowest expert at the receiving rank. So the rows of low
  *          experts, with which the GEMM begins, are complete first.
- *   home   Tokens return in the order of their highest expert there, because a token can return when the
+ *   back   Tokens return in the order of their highest expert there, because a token can return when the
  *          last of its rows is ready. */
 static void sort_slots(const EpPlanParams *p) {
     const EpShape *s = &p->comm.shape;
     const uint32_t L = ep_num_local_experts(s), T = p->num_tokens;
-    uint32_t out[EP_MAX_EXPERTS] = {0}, home[EP_MAX_EXPERTS] = {0};
+    uint32_t out[EP_MAX_EXPERTS] = {0}, back[EP_MAX_EXPERTS] = {0};
     int32_t *slot = p->plan + p->layout.token_slot_off, *send_token = p->plan + p->layout.send_token_off, low,
             high;
     for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
         if (slot[i] < 0) continue;
         expert_range(p, (uint32_t)(i / s->num_ranks), (uint32_t)(i % s->num_ranks), &low, &high);
         out[low]++;
-        home[high]++;
+        back[high]++;
     }
     /* Replace each count by the first slot of its expert. Slots of lower experts at the rank come first. */
-    for (uint32_t e = 0, from_out = 0, from_home = 0; e < s->num_experts; e++) {
-        const uint32_t num_out = out[e], num_home = home[e];
-        if (e % L == 0) from_out = from_home = 0;
+    for (uint32_t e = 0, from_out = 0, from_back = 0; e < s->num_experts; e++) {
+        const uint32_t num_out = out[e], num_back = back[e];
+        if (e % L == 0) from_out = from_back = 0;
         out[e] = from_out;
-        home[e] = from_home;
+        back[e] = from_back;
         from_out += num_out;
-        from_home += num_home;
+        from_back += num_back;
     }
     for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
         const uint32_t t = (uint32_t)(i / s->num_ranks), r = (uint32_t)(i % s->num_ranks);
         if (slot[i] < 0) continue;
         expert_range(p, t, r, &low, &high);
-        slot[i] = (int32_t)home[high]++;
+        slot[i] = (int32_t)back[high]++;
         send_token[(uint64_t)r * T + out[low]++] = (int32_t)t;
     }
 }
@@ -194,7 +195,7 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
                       ? scatter + tokens_before * s->num_topk
                       : NULL;
     }
-    if (!exchange_counts(p, cells, wrong, epoch)) return EP_EPEER;
+    if (!all_gather_counts(p, cells, wrong, epoch)) return EP_EPEER;
     int32_t code = judge_counts(p, counts, wrong, epoch);
     if (code) return code;
     for (uint32_t r = 0; r < s->num_ranks; r++)

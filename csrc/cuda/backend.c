@@ -4,7 +4,7 @@
  * kernels are in kernels/. The block comes directly from cudaMalloc, never from a framework's allocator,
  * because IPC shares whole allocations, and memory of a pool or of expandable segments cannot be shared.
  * Invariants: every function leaves the calling thread's current device as it was (guard.h). Operations of
- * one launch lane run in the order of their calls (launch_order.h). */
+ * one launch sequence run in the order of their calls (launch_order.h). */
 #include <cuda_runtime_api.h>
 #include <sched.h>
 #include <stdlib.h>
@@ -61,7 +61,7 @@ static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapHandl
     return 0;
 }
 
-static int read_room(int device, EpHeapRoom *room) {
+static int read_device(int device, EpHeapDevice *out) {
     EpCapabilities c;
     struct cudaDeviceProp
         prop; /* for the UUID, which is no attribute that the runtime can be asked for alone */
@@ -72,16 +72,16 @@ static int read_room(int device, EpHeapRoom *room) {
     EP_CUDA_TRY(ep_capabilities(&c));
     EP_CUDA_TRY(cudaGetDeviceProperties(&prop, device));
     EP_CUDA_TRY(cudaMemGetInfo(&num_free, &total));
-    memcpy(room->device_id, &prop.uuid, sizeof room->device_id);
-    room->free_bytes = num_free;
-    room->num_sms = c.num_sms;
-    room->may_share = share && strcmp(share, "1") == 0;
+    memcpy(out->device_id, &prop.uuid, sizeof out->device_id);
+    out->free_bytes = num_free;
+    out->num_sms = c.num_sms;
+    out->may_share = share && strcmp(share, "1") == 0;
     return 0;
 }
-static int heap_room(int device, EpHeapRoom *room) {
+static int heap_device(int device, EpHeapDevice *out) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, read_room(device, room));
+    return ep_unguard(&g, read_device(device, out));
 }
 
 static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapHandle *heap_handle, int *fd) {
@@ -339,7 +339,7 @@ static int preload(int device) {
 }
 
 const EpBackend ep_cuda_backend = {
-    .heap_room = heap_room,
+    .heap_device = heap_device,
     .heap_open = heap_open,
     .heap_close = heap_close,
     .heap_import = heap_import,

@@ -1,7 +1,7 @@
 /* cluster_launch.h - launch the kernels that multiply: the grouped GEMMs and the megakernels.
  *
  * Their CTAs form clusters of two, and read their operands through tensor maps. What a launch must know is
- * asked once for each kernel and GPU, and tensor maps are kept (tensor_maps.c). */
+ * asked once for each kernel and GPU, and tensor maps are cached (tensor_maps.c). */
 #ifndef EP_CLUSTER_LAUNCH_H
 #define EP_CLUSTER_LAUNCH_H
 #include "cuda/capabilities.h"

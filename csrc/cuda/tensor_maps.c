@@ -1,4 +1,4 @@
-/* tensor_maps.c - tensor maps as the driver encodes them, kept for later launches.
+/* tensor_maps.c - tensor maps as the driver encodes them, cached for later launches.
  *
  * A map holds an address and a shape, and nothing of the memory at that address. So a map stays right if its
  * memory is freed and another tensor of the same shape gets the same address.
@@ -50,8 +50,8 @@ bool ep_find_tensor_map(const EpTensorMap *shape, CUtensorMap *map) {
     return at < EP_MAP_WAYS;
 }
 
-/* Keep a map, unless another thread has kept it since. */
-static void keep(const EpTensorMap *shape, const CUtensorMap *map) {
+/* Cache a map, unless another thread has cached it since. */
+static void cache(const EpTensorMap *shape, const CUtensorMap *map) {
     MapSet *set = set_of(shape);
     pthread_mutex_lock(&lock);
     if (entry_of(set, shape) == EP_MAP_WAYS) {
@@ -90,6 +90,6 @@ int ep_encode_tensor_map(const EpTensorMap *s, CUtensorMap *map) {
     const CUresult r = encode_tiled(map, type, s->num_dims, (void *)(uintptr_t)s->base, s->dims, strides,
                                     s->box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (r == CUDA_SUCCESS) keep(s, map);
+    if (r == CUDA_SUCCESS) cache(s, map);
     return (int)r; /* cudaError_t has the same numbers */
 }

@@ -131,7 +131,7 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
     Offer mine = {*config, status}, all[EP_MAX_RANKS];
     char why[512], a[16], b[16];
     snprintf(why, sizeof why, "%s", ep_error_text());
-    EP_TRY(ep_world_exchange(world, &mine, sizeof mine, all));
+    EP_TRY(ep_world_all_gather(world, &mine, sizeof mine, all));
     if (status) return ep_error(status, "%s", why);
     for (uint32_t r = 0; r < ep_world_size(world); r++)
         if (all[r].status)
@@ -210,7 +210,8 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
 /* The spare buffers of the configuration, after the layer and its heap have taken theirs. */
 static int check_spare(EpWorld *world, const EpLayerConfig *config) {
     if (!config->spare_buffers) return 0;
-    ep_orphans_destroy(ep_world_orphans(world)); /* as the creation of a heap does before it takes a buffer */
+    ep_run_deferred_frees(
+        ep_world_deferred_frees(world)); /* as the creation of a heap does before it takes a buffer */
     const uint32_t num_free = ep_world_free_buffers(world), num_taken = 1 + config->num_buffers;
     if (num_free >= config->spare_buffers + num_taken) return 0;
     return ep_error(EP_ENOMEM,
@@ -234,7 +235,7 @@ int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     const EpCallRecord call = {.what = EP_CALL_LAYER_CREATE, .of = ep_heap_number(heap)};
     uint64_t record;
     EP_TRY(ep_world_enter_call(ep_heap_world(heap), &call, &record));
-    ep_heap_reap(heap); /* the new layer may need their places in the world */
+    ep_heap_run_deferred_frees(heap); /* the new layer may need their places in the world */
     int code = create(heap, config, out);
     ep_world_leave_call(ep_heap_world(heap), record, code);
     return code;
@@ -269,7 +270,7 @@ static int close_locked(EpLayer *l, int code) {
     /* The GPU has finished, so that nothing is left for a destructor to wait for. */
     for (uint32_t i = 0; i < l->num_freed && l->buffers[i].on_stream && is_idle; i++)
         ep_comm_close(&l->buffers[i]);
-    if (is_idle) ep_heap_reap(l->heap);
+    if (is_idle) ep_heap_run_deferred_frees(l->heap);
     l->closed = l->num_freed > 0;
     return code ? code : synced;
 }
@@ -287,7 +288,7 @@ static int close_layer(EpLayer *l) {
     char why[512];
     if (l->closed) return 0; /* by another thread, while this one waited to enter the call */
     int code = ep_heap_check_open(l->heap);
-    if (!code) code = ep_world_exchange(world, &mine, 1, all);
+    if (!code) code = ep_world_all_gather(world, &mine, 1, all);
     snprintf(why, sizeof why, "%s", ep_error_text());
     /* A rank was in another call. Nothing has happened. */
     if (code && code != EP_ECLOSED && !ep_world_check(world)) return ep_error(code, "%s", why);
@@ -327,7 +328,7 @@ void ep_layer_release(EpLayer *l) {
     if (ep_world_is_forked(ep_heap_world(heap))) return;
     for (uint32_t i = 0; i < l->config.num_buffers; i++)
         has_words |= l->buffers[i].on_stream && l->buffers[i].comm.host;
-    if (has_words) ep_orphan_add(ep_heap_layers(heap), &l->orphan, destroy, l);
+    if (has_words) ep_defer_free(ep_heap_deferred_layers(heap), &l->deferred_free, destroy, l);
     else destroy(l);
     ep_heap_release(heap);
 }

@@ -259,7 +259,7 @@ static int trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t r
     if (events) EP_TRY(ep_layer_check_tensor(l, "events", events, EP_I64, 1, -1, -1));
     if (events && room < 1) return ep_error(EP_EINVAL, "room 0: must be at least 1 event for each warp");
     c->trace = events ? (EpTraceEvent *)events->data : NULL;
-    c->trace_room = room;
+    c->trace_capacity = room;
     c->trace_blocks = events ? (uint32_t)((uint64_t)events->shape[0] / 2 / EP_TRACE_WARPS / room) : 0;
     return 0;
 }

@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 #include "backend.h"
-#include "runtime/orphan.h"
+#include "runtime/deferred_free.h"
 
 #define EP_MAX_BUFFERS 16u
 
@@ -19,7 +19,7 @@ struct EpLayer {
     bool has_fused; /* the device has the fused kernels of 16 bits */
     atomic_int num_refs;
     atomic_bool closed; /* set while all locks are held; some readers hold none */
-    EpOrphan orphan;
+    EpDeferredFree deferred_free;
     uint32_t num_freed;                 /* buffers whose heap memory is free; written inside of calls */
     uint64_t ticket[EP_MAX_BUFFERS];    /* number of the newest plan of each buffer */
     const void *newest[EP_MAX_BUFFERS]; /* address of that plan */

@@ -66,7 +66,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     p->b = w->data;
     p->out = product->out->data;
     p->bias = product->bias ? product->bias->data : NULL;
-    p->kept = product->kept ? product->kept->data : NULL;
+    p->saved = product->kept ? product->kept->data : NULL;
     p->num_rows = (uint32_t)M;
     p->num_experts = (uint32_t)L;
     p->n = (uint32_t)N;

@@ -20,12 +20,12 @@ typedef struct {
     uint64_t timeout_ns;
     EpTraceEvent *trace; /* where the profiler writes, or NULL */
     /* The profiler's memory: number of CTAs that have a part of it, and events per warp. */
-    uint32_t trace_blocks, trace_room;
+    uint32_t trace_blocks, trace_capacity;
     uint32_t reserve_sms; /* SMs that the kernel leaves to other kernels */
     /* The operation will have a backward, which is an operation of its own. */
     uint32_t requires_grad;
-    /* Host only: operations of one lane run in the order of their calls (cuda/launch_order.h). */
-    uint32_t launch_lane;
+    /* Host only: operations of one sequence run in the order of their calls (cuda/launch_order.h). */
+    uint32_t launch_sequence;
 } EpComm;
 
 #define EP_AT(type, comm, rank, off) ((type *)((comm)->base[rank] + (off)))

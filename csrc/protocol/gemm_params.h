@@ -58,7 +58,7 @@ typedef struct {
         const float *row_weight; /* FORWARD: [M] or NULL; multiplies the result of the activation */
         /* dispatch + GEMM, which has no row_weight: [M][N] or NULL; the product with its bias, before the
          * activation, which is SWIGLU */
-        void *kept;
+        void *saved;
     };
     uint64_t *tile_counter; /* one number: tiles drawn; 0 before and after a launch */
     uint64_t limit_ns;      /* limit of waits within the kernel; see ep_mbar_wait */

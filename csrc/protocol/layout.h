@@ -2,7 +2,7 @@
  * the offsets in one memory, for host, kernels, Python and tests. Nothing else computes them.
  *   ep_comm_layout()   a communication buffer in the symmetric heap (the same on every rank)
  *   ep_plan_layout()   the plan of one call, in memory of the caller (a tensor of int32)
- *   ep_record_at()     the records that dispatch keeps for combine, in the tensor recv (of int32)
+ *   ep_record_at()     the records that dispatch saves for combine, in the tensor recv (of int32)
  *
  * All offsets are 64-bit. They are in bytes in a communication buffer, and in int32 elements in the tensors.
  * Invariant: a communication buffer's layout depends only on the shape, so ranks need not exchange

@@ -48,7 +48,7 @@
 
 /* ---- the handle ---- */
 
-/* What dispatch keeps for combine, in a tensor of the caller: offsets in int32 elements. */
+/* What dispatch saves for combine, in a tensor of the caller: offsets in int32 elements. */
 enum {
     EP_LL_STATUS = 0,     /* 0, or the error code with which dispatch failed */
     EP_LL_NUM_TOKENS = 1, /* T of this rank */

@@ -1,4 +1,4 @@
-/* slot.h - the formats of what travels between ranks, and of what dispatch keeps for combine. The only place
+/* slot.h - the formats of what travels between ranks, and of what dispatch saves for combine. The only place
  * that knows where a number is located in them.
  *
  *   slot    what a rank sends to another rank for one token: the row, then a trailer of 32-bit words.
@@ -6,7 +6,7 @@
  *                           f32 weight[K] if weights travel; then, for rows in FP8, f32 scale[H / 128]
  *           LOCAL combine:  f32 scalar[K]
  *   choice  what SCATTER and GATHER combine move for one choice: the row, then f32 weight, f32 scalar
- *   record  what a rank keeps of a slot that it has received, for combine: i32 token, i32 row[K] (-1: none).
+ *   record  what a rank saves of a slot that it has received, for combine: i32 token, i32 row[K] (-1: none).
  *           The tensor `recv` has a record for each source rank and return slot: [W][max_tokens] records.
  *
  * The number of a slot is the position of its token among the distinct tokens that one rank sends to another.

@@ -160,18 +160,18 @@ FAST(world_flight_record) {
     return code ? ep_raise(code) : PyUnicode_DecodeUTF8(page, (Py_ssize_t)strlen(page), "replace");
 }
 
-FAST(world_exchange) {
+FAST(world_all_gather) {
     char *mine;
     Py_ssize_t n;
     int code;
-    unsigned char all[EP_MAX_RANKS * EP_EXCHANGE_BYTES];
+    unsigned char all[EP_MAX_RANKS * EP_ALL_GATHER_BYTES];
     WANT(2);
     EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
     if (!w || PyBytes_AsStringAndSize(args[1], &mine, &n)) return NULL;
-    if (n > EP_EXCHANGE_BYTES)
+    if (n > EP_ALL_GATHER_BYTES)
         return PyErr_Format(PyExc_ValueError, "an exchange carries at most %u bytes, not %zd",
-                            EP_EXCHANGE_BYTES, n);
-    WITHOUT_LOCK(code = ep_world_exchange(w, mine, (uint32_t)n, all));
+                            EP_ALL_GATHER_BYTES, n);
+    WITHOUT_LOCK(code = ep_world_all_gather(w, mine, (uint32_t)n, all));
     return code ? ep_raise(code)
                 : PyBytes_FromStringAndSize((const char *)all, n * (Py_ssize_t)ep_world_size(w));
 }
@@ -190,6 +190,6 @@ PyMethodDef ep_world_methods[] = {
     METHOD(world_listen),        METHOD(world_unlisten),    METHOD(world_create),
     METHOD(world_threads),       METHOD(world_check),       METHOD(world_lost_ranks),
     METHOD(world_set_timeout),   METHOD(world_close),       METHOD(worlds_settle),
-    METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse),
+    METHOD(world_flight_record), METHOD(world_all_gather),  METHOD(world_refuse),
     METHOD(world_reason),        METHOD(world_abort),       METHOD(world_set_place),
     METHOD(world_check_handler), METHOD(world_set_waiting), {NULL, NULL, 0, NULL}};

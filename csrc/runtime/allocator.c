@@ -53,7 +53,7 @@ int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, ui
 /* The index of the allocation that begins at this offset. Allocations of the heap itself are not found. */
 static int find_block(const EpAllocator *a, uint64_t off, uint32_t *at) {
     for (*at = 0; *at < a->num_blocks; (*at)++)
-        if (a->blocks[*at].off == off && a->blocks[*at].used && !a->blocks[*at].kept) return 0;
+        if (a->blocks[*at].off == off && a->blocks[*at].used && !a->blocks[*at].internal) return 0;
     return ep_error(EP_EINVAL, "no allocation begins at this address of the heap: pass a tensor that "
                                "malloc_symmetric returned, and free it once");
 }
@@ -83,8 +83,8 @@ int ep_allocator_give_back(EpAllocator *a, uint64_t off) {
     return 0;
 }
 
-void ep_allocator_keep(EpAllocator *a) {
-    for (uint32_t i = 0; i < a->num_blocks; i++) a->blocks[i].kept = a->blocks[i].used;
+void ep_allocator_mark_internal(EpAllocator *a) {
+    for (uint32_t i = 0; i < a->num_blocks; i++) a->blocks[i].internal = a->blocks[i].used;
     a->used_bytes = a->peak_bytes = 0;
 }
 
@@ -95,7 +95,7 @@ void ep_allocator_stats(const EpAllocator *a, EpHeapStats *s) {
     for (uint32_t i = 0; i < a->num_blocks; i++) {
         const EpBlock *b = &a->blocks[i];
         if (b->used) {
-            s->num_allocations += !b->kept;
+            s->num_allocations += !b->internal;
             continue;
         }
         s->free_bytes += b->num_bytes;

@@ -22,7 +22,7 @@ int ep_comm_open(EpCommBuffer *b, const EpShape *shape) {
     b->comm.my_rank = ep_world_rank(b->world);
     b->comm.host = (EpHostWords *)host;
     b->comm.timeout_ns = ep_world_timeout_ns(b->world);
-    b->comm.launch_lane = ep_world_is_threads(b->world) ? b->comm.my_rank : 0;
+    b->comm.launch_sequence = ep_world_is_threads(b->world) ? b->comm.my_rank : 0;
     int code = ep_world_watch(b->world, b);
     if (code) {
         b->backend->host_free(b->device, host, sizeof(EpHostWords));

@@ -54,11 +54,11 @@ static void put_record(Out *o, const EpRecord *r, const EpCallRecord *n) {
     put(o, "%s", call_name(n->what));
     if (ep_call_is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
     else if (n->what == EP_CALL_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
-    else if (n->what == EP_CALL_EXCHANGE) put(o, " #%llu", seq);
+    else if (n->what == EP_CALL_ALL_GATHER) put(o, " #%llu", seq);
     if (ep_call_is_layers(n) && n->what != EP_OP_BARRIER) put(o, ", T %llu", size);
-    if (n->what == EP_CALL_EXCHANGE || n->what == EP_CALL_ALLOC || n->what == EP_CALL_HEAP_CREATE)
+    if (n->what == EP_CALL_ALL_GATHER || n->what == EP_CALL_ALLOC || n->what == EP_CALL_HEAP_CREATE)
         put(o, " of %llu bytes", size);
-    if (ep_call_is_counted(n) && n->what > EP_CALL_EXCHANGE) put(o, " (exchange #%llu)", seq);
+    if (ep_call_is_counted(n) && n->what > EP_CALL_ALL_GATHER) put(o, " (exchange #%llu)", seq);
     if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
     if (n->end_ns == 0) put(o, ": in flight for %.1f ms", before_end(r, n->begin_ns));
     else
@@ -109,15 +109,15 @@ static const EpCallRecord *last_known(const EpRecord *r, uint32_t w) {
 /* True if two calls are the same, as far as the flight record can tell. */
 static bool are_alike(const EpCallRecord *a, const EpCallRecord *b) {
     return a->what == b->what && a->of == b->of && a->buffer == b->buffer &&
-           (a->what != EP_CALL_EXCHANGE || a->size == b->size);
+           (a->what != EP_CALL_ALL_GATHER || a->size == b->size);
 }
 
-/* True if ranks in these two operations meet: in the handshake of the same buffer, or in an exchange over the
- * sockets. Then the handshake or the exchange compares the calls and reports any difference. */
+/* True if ranks in these two operations meet: in the handshake of the same buffer, or in an all-gather over
+ * the sockets. Then the handshake or the all-gather compares the calls and reports any difference. */
 static bool can_meet(const EpCallRecord *a, const EpCallRecord *b) {
     if (ep_call_is_layers(a)) return ep_call_is_layers(b) && a->of == b->of && a->buffer == b->buffer;
     if (a->what == EP_CALL_HEAP_BARRIER) return b->what == a->what && a->of == b->of;
-    return b->what >= EP_CALL_EXCHANGE;
+    return b->what >= EP_CALL_ALL_GATHER;
 }
 
 /* As record_at, but NULL if the rank's steps cannot be compared with those of the other ranks. */

@@ -20,7 +20,7 @@
 /* The kinds of calls. The operations of layers have the numbers of EpOpKind; these follow: X(NAME, text). */
 #define EP_OTHER_CALLS(X)                                               \
     X(HEAP_BARRIER, "heap barrier")                                     \
-    X(EXCHANGE, "exchange")                                             \
+    X(ALL_GATHER, "exchange")                                           \
     X(HEAP_CREATE, "heap creation")                                     \
     X(LAYER_AGREE, "agreement on a layer")                              \
     X(ALLOC, "allocation")                                              \
@@ -42,7 +42,7 @@ typedef enum {
 
 typedef struct {
     uint64_t step;     /* number of collective operations that this rank has entered, including this one */
-    uint64_t seq;      /* layer operation or heap barrier: epoch, as the host counts; else: last exchange */
+    uint64_t seq;      /* layer operation or heap barrier: epoch, as the host counts; else: last all-gather */
     uint64_t size;     /* layer operation: tokens; else: bytes */
     uint64_t begin_ns; /* time of the monotonic clock */
     uint64_t end_ns;   /* time of the monotonic clock; 0 while the call is in flight */
@@ -72,7 +72,7 @@ typedef struct {
     uint32_t is_order_unknown; /* the steps may differ from those of the other ranks */
     EpCallRecord at[EP_SENT_RECORDS];
 } EpCallRecords;
-_Static_assert(sizeof(EpCallRecords) <= EP_EXCHANGE_BYTES, "call records fit into a frame");
+_Static_assert(sizeof(EpCallRecords) <= EP_ALL_GATHER_BYTES, "call records fit into a frame");
 
 /* An entry of the ring: one call record. A host thread may write it while the watchdog thread reads it.
  * place: the number of the record, counted from 1, or 0 while the entry is being written. If a reader sees
@@ -99,9 +99,9 @@ void ep_ring_end(EpRing *ring, uint64_t record, int code);
 void ep_ring_order_unknown(EpRing *ring);
 /* True if the calling thread is in a collective call that has a record in this ring. */
 bool ep_ring_is_in_call(const EpRing *ring);
-/* The collective call of this thread has reached this exchange. Returns a number that identifies the call and
- * is the same on all ranks. */
-uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq);
+/* The collective call of this thread has reached this all-gather. Returns a number that identifies the call
+ * and is the same on all ranks. */
+uint32_t ep_ring_all_gather(EpRing *ring, uint64_t seq);
 /* The name of the call that this number identifies. */
 void ep_about_name(uint32_t about, char *text, size_t num_bytes);
 /* The newest call records of this rank. */
@@ -114,7 +114,7 @@ uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *buffer, uint64_t epoch,
 typedef struct {
     bool has_records, is_gone, said_goodbye;
     EpCallRecords records; /* sent by a peer: compare a number with its limits before using it as an index */
-    uint64_t heard_seq;    /* the number of the newest exchange frame that it sent */
+    uint64_t heard_seq;    /* the number of the newest all-gather frame that it sent */
     uint64_t heard_ns;     /* the time at which that frame arrived, or 0 */
 } EpRankCalls;
 

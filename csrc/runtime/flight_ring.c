@@ -3,7 +3,7 @@
  * Exports: the functions ep_ring_*. Host threads write the ring while the watchdog thread reads it, without a
  * lock. Each entry is a sequence lock: `place` is 0 while the entry is written, and otherwise its number.
  * Invariant: a reader that sees the same `place` before and after it has read the words has read one record.
- * The end time and the exchange number are stored later into a finished entry, each as one word. */
+ * The end time and the all-gather number are stored later into a finished entry, each as one word. */
 #include <pthread.h>
 #include <stddef.h>
 #include <string.h>
@@ -95,7 +95,7 @@ void ep_ring_end(EpRing *ring, uint64_t record, int code) {
 
 bool ep_ring_is_in_call(const EpRing *ring) { return mine.ring == ring; }
 
-uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq) {
+uint32_t ep_ring_all_gather(EpRing *ring, uint64_t seq) {
     if (mine.ring != ring) return 0;
     EpRingEntry *e = entry_of(ring, mine.place);
     if (e) atomic_store_explicit(&e->word[WORD_SEQ], seq, memory_order_release);

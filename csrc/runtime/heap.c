@@ -10,9 +10,9 @@
  * uses it or has it mapped. So the collective close has two steps: all ranks unmap the memory of their peers,
  * and then each rank frees its own. A rank that still has a tensor over the memory of a peer does not unmap,
  * and tells the others. Their memory, and that of a heap that is released before the close, is left to the
- * world (ep_memory_keep), which frees it at its own release. If a later heap cannot be allocated, the error
- * says how many bytes are kept.
- * The last release of a GPU heap is a destructor, which makes no call of CUDA (orphan.h). */
+ * world (ep_memory_retain), which frees it at its own release. If a later heap cannot be allocated, the error
+ * says how many bytes are retained.
+ * The last release of a GPU heap is a destructor, which makes no call of CUDA (deferred_free.h). */
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -53,7 +53,7 @@ static void drop_memory(EpHeap *h, uint32_t r) {
     if (!m && base && r != ep_world_rank(h->world)) h->backend->heap_unimport(h->device, base, h->num_bytes);
     if (!m || !ep_memory_drop(m)) return;
     if (m->address && may_free(h)) h->backend->heap_close(h->device, m->address, h->num_bytes);
-    else if (m->address) ep_memory_keep(h->world, h->backend, h->device, m->address, h->num_bytes);
+    else if (m->address) ep_memory_retain(h->world, h->backend, h->device, m->address, h->num_bytes);
     free(m);
 }
 
@@ -66,7 +66,7 @@ static bool has_memory(const EpHeap *h) {
 /* Free all that a heap has. The reference to its world is released already, but the world is still there. */
 static void destroy(void *heap) {
     EpHeap *h = (EpHeap *)heap;
-    ep_orphans_destroy(&h->layers);
+    ep_run_deferred_frees(&h->layers);
     if (h->has_control) ep_comm_close(&h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) drop_memory(h, r);
     pthread_mutex_destroy(&h->drop_lock);
@@ -77,16 +77,17 @@ void ep_heap_release(EpHeap *h) {
     if (!h || atomic_fetch_sub(&h->num_refs, 1) != 1) return;
     EpWorld *world = h->world;
     if (ep_world_is_forked(world)) return; /* the memory and its handles belong to the parent process */
-    if (h->kind == EP_CUDA && has_memory(h)) ep_orphan_add(ep_world_orphans(world), &h->orphan, destroy, h);
+    if (h->kind == EP_CUDA && has_memory(h))
+        ep_defer_free(ep_world_deferred_frees(world), &h->deferred_free, destroy, h);
     else destroy(h);
     ep_world_release(world);
 }
 
-EpOrphans *ep_heap_layers(EpHeap *h) { return &h->layers; }
+EpDeferredFrees *ep_heap_deferred_layers(EpHeap *h) { return &h->layers; }
 
-void ep_heap_reap(EpHeap *h) {
-    ep_orphans_destroy(&h->layers);
-    ep_orphans_destroy(ep_world_orphans(h->world));
+void ep_heap_run_deferred_frees(EpHeap *h) {
+    ep_run_deferred_frees(&h->layers);
+    ep_run_deferred_frees(ep_world_deferred_frees(h->world));
 }
 
 void ep_heap_retain_view(EpHeap *h, uint32_t peer) {
@@ -112,11 +113,11 @@ static int give_memory_back(EpHeap *h) {
     const uint32_t me = ep_world_rank(h->world);
     const bool has_peer_views = atomic_load(&h->num_peer_views) != 0;
     unsigned char mine = has_peer_views, all[EP_MAX_RANKS];
-    ep_heap_reap(h);
+    ep_heap_run_deferred_frees(h);
     ep_comm_close(&h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++)
         if (r != me && !has_peer_views) drop_memory(h, r);
-    EP_TRY(ep_world_exchange(h->world, &mine, 1, all));
+    EP_TRY(ep_world_all_gather(h->world, &mine, 1, all));
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) h->is_mapped |= r != me && all[r];
     if (atomic_load(&h->num_views) == 0) drop_memory(h, me);
     return 0;
@@ -129,8 +130,8 @@ int ep_heap_close(EpHeap *h) {
     EP_TRY(ep_world_enter_call(h->world, &(EpCallRecord){.what = EP_CALL_HEAP_CLOSE, .of = h->control.of},
                                &record));
     int synced = ep_heap_quiesce(h);
-    int code = ep_world_exchange(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
-    /* If the exchange failed and the world has not ended, a rank was in another call. All must close
+    int code = ep_world_all_gather(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
+    /* If the all-gather failed and the world has not ended, a rank was in another call. All must close
      * again. */
     h->closed = !code || ep_world_check(h->world) != 0;
     if (!code && h->kind == EP_CUDA) code = give_memory_back(h);
@@ -155,7 +156,7 @@ typedef struct {
     Call call;
     uint64_t dropped[DROP_WORDS];
 } Offer;
-_Static_assert(sizeof(Offer) <= EP_EXCHANGE_BYTES, "an offer fits into one exchange");
+_Static_assert(sizeof(Offer) <= EP_ALL_GATHER_BYTES, "an offer fits into one all-gather");
 
 void ep_heap_drop(EpHeap *h, uint64_t off) {
     pthread_mutex_lock(&h->drop_lock);
@@ -192,7 +193,7 @@ static int agree(EpHeap *h, const Call *call) {
     Offer mine = {*call, {0}}, all[EP_MAX_RANKS];
     EP_TRY(ep_heap_check_open(h));
     offer_dropped(h, mine.dropped);
-    EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
+    EP_TRY(ep_world_all_gather(h->world, &mine, sizeof mine, all));
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
         const Call *its = &all[r].call, *first = &all[0].call;
         const unsigned long long size = its->num_bytes, first_size = first->num_bytes;
@@ -229,7 +230,8 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
     code = h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes,
                             NULL);
     if (!code) code = h->backend->sync(h->device, NULL, h->world);
-    /* After this exchange all ranks have zeroed their part. So no peer writes into it before it is zeroed. */
+    /* After this all-gather all ranks have zeroed their part. So no peer writes into it before it is
+     * zeroed. */
     code = ep_world_agree(h->world, code, "clear its part of an allocation");
     if (code) ep_allocator_give_back(&h->allocator, *off);
     return code;

@@ -6,8 +6,8 @@
  *   4. Each rank tests reads and writes of every rank's memory.
  *   5. Each rank allocates the control buffer in its heap: the words that barrier and wait use.
  *
- * Invariant: each step ends with an exchange of the results. All ranks judge the same results. So a failure
- * of one rank makes the step fail on all. If a rank dies, the exchange fails. */
+ * Invariant: each step ends with an all-gather of the results. All ranks judge the same results. So a failure
+ * of one rank makes the step fail on all. If a rank dies, the all-gather fails. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,7 +25,7 @@
 static uint64_t self_test_value(uint32_t from, uint32_t to) { return 0x65704d4f45000000ull | from << 8 | to; }
 
 /* Test every pair of ranks. Each rank writes a word into every heap and reads it back through the link. After
- * an exchange it checks that the words of all ranks have arrived in its own heap. */
+ * an all-gather it checks that the words of all ranks have arrived in its own heap. */
 static int self_test(EpHeap *h) {
     uint32_t me = ep_world_rank(h->world), W = ep_world_size(h->world);
     struct {
@@ -45,7 +45,7 @@ static int self_test(EpHeap *h) {
             mine.peer = r;
         }
     }
-    EP_TRY(ep_world_exchange(h->world, &none, 1, nones));
+    EP_TRY(ep_world_all_gather(h->world, &none, 1, nones));
     for (uint32_t r = 0; r < W && !mine.code; r++) {
         seen = 0;
         if (h->backend->copy(h->device, &seen, (uint64_t *)h->base[me] + r, 8, NULL) ||
@@ -54,7 +54,7 @@ static int self_test(EpHeap *h) {
             mine.peer = r;
         }
     }
-    EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
+    EP_TRY(ep_world_all_gather(h->world, &mine, sizeof mine, all));
     for (uint32_t r = 0; r < W; r++)
         if (all[r].code)
             return ep_error(EP_ESYS, "rank %u cannot write and read the heap of rank %u", r, all[r].peer);
@@ -65,12 +65,12 @@ static int self_test(EpHeap *h) {
  * requested size and backend, and the result of the step. */
 typedef struct {
     EpHeapHandle heap_handle;
-    EpHeapRoom room;
+    EpHeapDevice device;
     uint64_t wanted_bytes; /* the size that the caller has requested */
     int32_t code, kind;    /* 0 or an EpCode; EpBackendKind */
     char text[192];        /* the error text of code */
 } Offer;
-_Static_assert(sizeof(Offer) <= EP_EXCHANGE_BYTES, "an offer fits into one exchange");
+_Static_assert(sizeof(Offer) <= EP_ALL_GATHER_BYTES, "an offer fits into one all-gather");
 
 /* Map the memory of all peers. After an error (mine->code), only close the descriptors that have arrived. */
 static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
@@ -144,7 +144,7 @@ static int open_control(EpHeap *h) {
     int code = cleared ? cleared : ep_heap_open_buffer(h, &shape, &h->control);
     h->has_control = !code;
     EP_TRY(ep_world_agree(h->world, code, "make its heap"));
-    ep_allocator_keep(&h->allocator); /* statistics count only what the caller allocates */
+    ep_allocator_mark_internal(&h->allocator); /* statistics count only what the caller allocates */
     return 0;
 }
 
@@ -153,10 +153,10 @@ static int open_control(EpHeap *h) {
 static void open_memory(EpHeap *h, Offer *mine, int *fd) {
     const uint32_t me = ep_world_rank(h->world);
     mine->code = h->backend->heap_open(h->device, h->num_bytes, &h->base[me], &mine->heap_handle, fd);
-    if (mine->code && ep_memory_kept_bytes()) {
+    if (mine->code && ep_memory_retained_bytes()) {
         memcpy(mine->text, ep_error_text(), sizeof mine->text - 1);
         ep_error(mine->code, "heaps that were dropped without close keep %llu bytes; %s",
-                 (unsigned long long)ep_memory_kept_bytes(), mine->text);
+                 (unsigned long long)ep_memory_retained_bytes(), mine->text);
     }
     h->memory[me] = ep_memory_add(h->base[me]);
     if (!h->memory[me] && h->base[me]) {
@@ -173,11 +173,11 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
                   EpHeap **out) {
     uint32_t me = ep_world_rank(world), W = ep_world_size(world);
     Offer mine, all[EP_MAX_RANKS];
-    EpHeapRoom rooms[EP_MAX_RANKS];
+    EpHeapDevice devices[EP_MAX_RANKS];
     int fd = -1, fds[EP_MAX_RANKS], code = 0;
     EpHeap *h = (EpHeap *)calloc(1, sizeof *h);
     if (!h) {
-        ep_world_refuse(world, EP_ENOMEM); /* the other ranks will wait in the first exchange */
+        ep_world_refuse(world, EP_ENOMEM); /* the other ranks will wait in the first all-gather */
         return ep_error(EP_ENOMEM, "cannot allocate a heap: this process is out of memory");
     }
     memset(&mine, 0, sizeof mine);
@@ -196,16 +196,16 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
         mine.code = ep_error(EP_EINVAL, "a heap of %llu bytes: must be 1 to %llu bytes",
                              (unsigned long long)num_bytes, MAX_HEAP_BYTES);
     h->num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN) + control_bytes(W);
-    if (!mine.code) mine.code = h->backend->heap_room(device, &mine.room);
+    if (!mine.code) mine.code = h->backend->heap_device(device, &mine.device);
     if (mine.code) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
     /* No rank allocates before all ranks know that they agree and that there is memory for all heaps. */
-    EP_TRY_GOTO(code, ep_world_exchange(world, &mine, sizeof mine, all), fail);
+    EP_TRY_GOTO(code, ep_world_all_gather(world, &mine, sizeof mine, all), fail);
     EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
-    for (uint32_t r = 0; r < W; r++) rooms[r] = all[r].room;
-    EP_TRY_GOTO(code, ep_sharing_check(rooms, W, h->num_bytes, ep_world_is_threads(world)), fail);
-    h->reserved_sms = ep_sharing_reserved_sms(rooms, W, me);
+    for (uint32_t r = 0; r < W; r++) devices[r] = all[r].device;
+    EP_TRY_GOTO(code, ep_sharing_check(devices, W, h->num_bytes, ep_world_is_threads(world)), fail);
+    h->reserved_sms = ep_sharing_reserved_sms(devices, W, me);
     open_memory(h, &mine, &fd);
-    EP_TRY_GOTO(code, ep_world_exchange_fd(world, &mine, sizeof mine, all, fd, fds), fail);
+    EP_TRY_GOTO(code, ep_world_all_gather_fd(world, &mine, sizeof mine, all, fd, fds), fail);
     code = judge_offers(all, W, me);
     if (code) mine.code = code; /* a rank failed: import_peers then only closes the descriptors */
     import_peers(h, all, fds, &mine);
@@ -214,7 +214,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
         mine.code = h->backend->preload(device);
         if (mine.code) snprintf(mine.text, sizeof mine.text, "%.120s", ep_error_text());
     }
-    EP_TRY_GOTO(code, ep_world_exchange(world, &mine, sizeof mine, all), fail);
+    EP_TRY_GOTO(code, ep_world_all_gather(world, &mine, sizeof mine, all), fail);
     EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
     EP_TRY_GOTO(code, self_test(h), fail);
     EP_TRY_GOTO(code, open_control(h), fail);
@@ -235,9 +235,9 @@ int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_
     uint64_t record;
     EP_TRY(ep_world_check(world));
     EP_TRY(ep_world_enter_call(world, &call, &record));
-    ep_orphans_destroy(ep_world_orphans(world)); /* the new heap may need their memory */
+    ep_run_deferred_frees(ep_world_deferred_frees(world)); /* the new heap may need their memory */
     int code = create(world, kind, device, num_bytes, status, out);
     ep_world_leave_call(world, record, code);
-    if (code) ep_orphans_destroy(ep_world_orphans(world)); /* the heap that could not be made */
+    if (code) ep_run_deferred_frees(ep_world_deferred_frees(world)); /* the heap that could not be made */
     return code;
 }

@@ -8,8 +8,8 @@
 
 #include "backend.h"
 #include "runtime/allocator.h"
+#include "runtime/deferred_free.h"
 #include "runtime/memory.h"
-#include "runtime/orphan.h"
 
 struct EpHeap {
     EpWorld *world;
@@ -31,8 +31,8 @@ struct EpHeap {
     bool has_control;
     atomic_uint num_views, num_peer_views; /* tensors over this rank's memory, and over that of its peers */
     bool is_mapped; /* after the collective close: a peer has not unmapped this rank's memory */
-    EpOrphan orphan;
-    EpOrphans layers; /* layers of this heap that are orphans */
+    EpDeferredFree deferred_free;
+    EpDeferredFrees layers; /* layers of this heap whose free is deferred */
     /* SMs that this rank leaves to other ranks on the same GPU; 0 if it has the GPU to itself. */
     uint32_t reserved_sms;
 };

@@ -23,7 +23,7 @@ void ep_world_set_interrupt(bool (*wanted)(void)) { atomic_store(&question, want
 bool ep_ask_interrupt(void) {
     bool (*ask)(void) = atomic_load(&question);
     if (!ask) return false;
-    const bool was_asking = me.is_asking; /* by an exchange that a signal handler makes */
+    const bool was_asking = me.is_asking; /* by an all-gather that a signal handler makes */
     me.is_asking = true;
     const bool yes = ask();
     me.is_asking = was_asking;

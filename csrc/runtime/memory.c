@@ -54,22 +54,23 @@ typedef struct {
     int device;
     void *address;
     uint64_t num_bytes;
-} KeptBlock;
-static _Atomic uint64_t kept_bytes;
+} RetainedBlock;
+static _Atomic uint64_t retained_bytes;
 
-static void free_kept(void *block) {
-    KeptBlock *k = (KeptBlock *)block;
+static void free_retained(void *block) {
+    RetainedBlock *k = (RetainedBlock *)block;
     k->backend->heap_close(k->device, k->address, k->num_bytes);
-    atomic_fetch_sub(&kept_bytes, k->num_bytes);
+    atomic_fetch_sub(&retained_bytes, k->num_bytes);
     free(k);
 }
 
-void ep_memory_keep(EpWorld *world, const EpBackend *backend, int device, void *address, uint64_t num_bytes) {
-    KeptBlock *k = (KeptBlock *)malloc(sizeof *k);
-    atomic_fetch_add(&kept_bytes, num_bytes);
+void ep_memory_retain(EpWorld *world, const EpBackend *backend, int device, void *address,
+                      uint64_t num_bytes) {
+    RetainedBlock *k = (RetainedBlock *)malloc(sizeof *k);
+    atomic_fetch_add(&retained_bytes, num_bytes);
     if (!k) return; /* the memory is never freed: without this record, the world does not know of it */
-    *k = (KeptBlock){backend, device, address, num_bytes};
-    if (!ep_world_at_release(world, free_kept, k)) free(k);
+    *k = (RetainedBlock){backend, device, address, num_bytes};
+    if (!ep_world_at_release(world, free_retained, k)) free(k);
 }
 
-uint64_t ep_memory_kept_bytes(void) { return atomic_load(&kept_bytes); }
+uint64_t ep_memory_retained_bytes(void) { return atomic_load(&retained_bytes); }

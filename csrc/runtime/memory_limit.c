@@ -1,5 +1,5 @@
 /* memory_limit.c - reads the memory limits of the machine and of the process's control groups.
- * Exports: ep_room_bytes. A limit that is missing or cannot be parsed counts as "no limit". */
+ * Exports: ep_free_bytes. A limit that is missing or cannot be parsed counts as "no limit". */
 #include "runtime/memory_limit.h"
 
 #include <stdio.h>
@@ -29,7 +29,8 @@ static uint64_t read_number(const char *path, const char *key, uint64_t otherwis
 
 /* What a control group leaves: its limit minus its usage. Cached files do not count as usage, because the
  * kernel can reclaim them. UINT64_MAX if the group has no limit. */
-static uint64_t group_room(const char *folder, const char *limit, const char *usage, const char *prefix) {
+static uint64_t group_free_bytes(const char *folder, const char *limit, const char *usage,
+                                 const char *prefix) {
     char path[MAX_PATH + 64], key[64];
     snprintf(path, sizeof path, "%s/%s", folder, limit);
     uint64_t most = read_number(path, "", UINT64_MAX), files = 0;
@@ -48,23 +49,23 @@ static uint64_t group_room(const char *folder, const char *limit, const char *us
 /* The minimum that a control group and its parents leave; the limit of each of them applies. In a container,
  * /proc/self/cgroup may show a path of the host. Then only the root of the path exists here; the other
  * folders give no limit. */
-static uint64_t groups_room(char *folder, size_t root_length, const char *limit, const char *usage,
-                            const char *prefix) {
+static uint64_t groups_free_bytes(char *folder, size_t root_length, const char *limit, const char *usage,
+                                  const char *prefix) {
     uint64_t least = UINT64_MAX;
     for (;;) {
-        uint64_t room = group_room(folder, limit, usage, prefix);
-        if (room < least) least = room;
+        uint64_t num_free = group_free_bytes(folder, limit, usage, prefix);
+        if (num_free < least) least = num_free;
         char *slash = strrchr(folder, '/');
         if (strlen(folder) <= root_length || !slash) return least;
         *slash = 0;
     }
 }
 
-uint64_t ep_room_bytes(const char *root) {
+uint64_t ep_free_bytes(const char *root) {
     char path[MAX_PATH], line[MAX_PATH / 2], folder[MAX_PATH];
     snprintf(path, sizeof path, "%s/proc/meminfo", root);
-    uint64_t room = read_number(path, "MemAvailable", UINT64_MAX / 1024);
-    room = room == UINT64_MAX / 1024 ? UINT64_MAX : room * 1024;
+    uint64_t num_free = read_number(path, "MemAvailable", UINT64_MAX / 1024);
+    num_free = num_free == UINT64_MAX / 1024 ? UINT64_MAX : num_free * 1024;
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
     FILE *file = fopen(path, "re");
     while (file && fgets(line, sizeof line, file)) { /* "0::/path" is version 2, "7:memory:/path" version 1 */
@@ -76,11 +77,11 @@ uint64_t ep_room_bytes(const char *root) {
         const char *mount = is_v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
         size_t root_length = (size_t)snprintf(folder, sizeof folder, "%s%s", root, mount);
         snprintf(folder, sizeof folder, "%s%s%s", root, mount, strcmp(at + 1, "/") == 0 ? "" : at + 1);
-        uint64_t left = is_v2 ? groups_room(folder, root_length, "memory.max", "memory.current", "")
-                              : groups_room(folder, root_length, "memory.limit_in_bytes",
-                                            "memory.usage_in_bytes", "total_");
-        if (left < room) room = left;
+        uint64_t left = is_v2 ? groups_free_bytes(folder, root_length, "memory.max", "memory.current", "")
+                              : groups_free_bytes(folder, root_length, "memory.limit_in_bytes",
+                                                  "memory.usage_in_bytes", "total_");
+        if (left < num_free) num_free = left;
     }
     if (file) fclose(file);
-    return room;
+    return num_free;
 }

@@ -1,4 +1,4 @@
-/* socket.c - sending and receiving frames over AF_UNIX SOCK_SEQPACKET sockets. See socket.h. meeting.c
+/* socket.c - sending and receiving frames over AF_UNIX SOCK_SEQPACKET sockets. See socket.h. bootstrap.c
  * connects the sockets.
  *
  * Exports: ep_wire_send, ep_wire_receive and ep_wire_ms_left. */
@@ -83,10 +83,10 @@ int ep_wire_receive(int socket_fd, EpFrame *frame, int *fd) {
     if (num_fds > 1) m.msg_flags |= MSG_CTRUNC; /* no rank sends two: the message is invalid */
     /* False if the kernel dropped the descriptor because this process may open no more. The frame is still
      * valid then. Its *fd is -1, and the function that needs the descriptor reports the error. */
-    const bool had_room = num_fds || !(m.msg_flags & MSG_CTRUNC);
+    const bool could_open = num_fds || !(m.msg_flags & MSG_CTRUNC);
     if (n == (ssize_t)sizeof *frame && !(m.msg_flags & MSG_TRUNC) && frame->abi == EP_ABI_VERSION &&
-        !(had_room && m.msg_flags & MSG_CTRUNC) && frame->num_bytes <= EP_EXCHANGE_BYTES &&
-        (!had_room || (frame->has_fd != 0) == (*fd >= 0)))
+        !(could_open && m.msg_flags & MSG_CTRUNC) && frame->num_bytes <= EP_ALL_GATHER_BYTES &&
+        (!could_open || (frame->has_fd != 0) == (*fd >= 0)))
         return 1;
     if (*fd >= 0) close(*fd);
     *fd = -1;

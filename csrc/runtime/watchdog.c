@@ -1,8 +1,8 @@
 /* watchdog.c - the watchdog thread of a world.
  *
- * The watchdog thread alone reads the sockets. It puts exchange frames into the inbox. It ends the world when
- * an abort frame arrives, when a peer's socket closes, or when a wait on the device has timed out.
- * A rank that is stuck sends its call records to the peers. So ranks that wait for each other in different
+ * The watchdog thread alone reads the sockets. It puts all-gather frames into the inbox. It ends the world
+ * when an abort frame arrives, when a peer's socket closes, or when a wait on the device has timed out. A
+ * rank that is stuck sends its call records to the peers. So ranks that wait for each other in different
  * operations are detected after seconds, not at the timeout.
  *
  * Exports: ep_world_watch_main.
@@ -70,11 +70,11 @@ static void peer_ended(EpWorld *w, uint32_t r) {
 /* Process one frame of peer r. fd: the descriptor that came with it, or -1. */
 static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
     EpInbox *to = &w->inbox[r][f->seq % EP_NUM_INBOX];
-    if (f->kind == EP_FRAME_EXCHANGE) {
+    if (f->kind == EP_FRAME_ALL_GATHER) {
         w->record.ranks[r].heard_seq = f->seq;
         w->record.ranks[r].heard_ns = ep_now_ns();
     }
-    if (f->kind == EP_FRAME_EXCHANGE && !to->full) {
+    if (f->kind == EP_FRAME_ALL_GATHER && !to->full) {
         to->frame = *f;
         to->fd = fd;
         to->full = true;
@@ -87,11 +87,11 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
         char text[256];
         snprintf(text, sizeof text, "%.*s", (int)f->num_bytes, (const char *)f->bytes);
         const bool is_valid = f->rank < w->num_ranks || f->rank == EP_NO_RANK;
-        ep_world_end_told(w, f->code < 0 ? f->code : EP_ECORRUPT, is_valid ? f->rank : r, f->about, text);
+        ep_world_end_reported(w, f->code < 0 ? f->code : EP_ECORRUPT, is_valid ? f->rank : r, f->about, text);
     }
     if (f->kind == EP_FRAME_RECORDS) take_records(w, r, f);
     if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);
-    if (f->kind == EP_FRAME_EXCHANGE)
+    if (f->kind == EP_FRAME_ALL_GATHER)
         ep_world_end(w, EP_ECORRUPT, r, "a peer is too far ahead in its exchanges");
 }
 

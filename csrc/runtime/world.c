@@ -1,4 +1,4 @@
-/* world.c - creates, closes and releases a world. exchange.c implements the exchanges between the ranks,
+/* world.c - creates, closes and releases a world. all_gather.c implements the all-gathers between the ranks,
  * watchdog.c the thread that reads the sockets, and world_end.c the end of a world.
  *
  * Exports: the functions ep_world_* of epmoe.h and world.h, except those of the other three files.
@@ -193,8 +193,8 @@ int ep_world_close(EpWorld *w, bool collective) {
     int code = 0;
     unsigned char mine = 0, all[EP_MAX_RANKS];
     char why[256];
-    if (ep_world_is_forked(w)) return 0; /* the sockets and the watchdog thread belong to the parent */
-    ep_orphans_destroy(&w->orphans);     /* while the watchdog thread can still end their waits */
+    if (ep_world_is_forked(w)) return 0;       /* the sockets and the watchdog thread belong to the parent */
+    ep_run_deferred_frees(&w->deferred_frees); /* while the watchdog thread can still end their waits */
     pthread_mutex_lock(&w->lock);
     bool was_closed = w->closed;
     pthread_mutex_unlock(&w->lock);
@@ -202,7 +202,7 @@ int ep_world_close(EpWorld *w, bool collective) {
     if (collective) {
         uint64_t record;
         EP_TRY(ep_world_enter_call(w, &(EpCallRecord){.what = EP_CALL_CLOSE}, &record));
-        code = ep_world_exchange(w, &mine, 1, all);
+        code = ep_world_all_gather(w, &mine, 1, all);
         ep_world_leave_call(w, record, code);
     }
     /* Keep the text: sending the goodbye to a dead peer also fails, and would overwrite the reason. */
@@ -308,7 +308,7 @@ int ep_world_set_timeout(EpWorld *w, double timeout_s) {
     return 0;
 }
 
-EpOrphans *ep_world_orphans(EpWorld *w) { return &w->orphans; }
+EpDeferredFrees *ep_world_deferred_frees(EpWorld *w) { return &w->deferred_frees; }
 
 bool ep_world_at_release(EpWorld *w, void (*action)(void *), void *argument) {
     EpAction *a = (EpAction *)malloc(sizeof *a);

@@ -1,21 +1,21 @@
 /* world.h - what the heap, the layer and the communication buffers need of a world, beyond epmoe.h.
- * It exports exchanges that pass file descriptors, the list of buffers that the watchdog thread watches, and
- * the call records of the flight record. */
+ * It exports all-gathers that pass file descriptors, the list of buffers that the watchdog thread watches,
+ * and the call records of the flight record. */
 #ifndef EP_WORLD_H
 #define EP_WORLD_H
+#include "runtime/deferred_free.h"
 #include "runtime/flight_record.h"
-#include "runtime/orphan.h"
 
 EpWorld *ep_world_retain(EpWorld *world);
 /* 0, or an error in a process that was forked, and in a signal handler that runs while this thread waits.
  * Such a handler is not the program's next step: its call would take the place of one that the program has
  * yet to make, and that the other ranks are in. */
 int ep_world_check_caller(EpWorld *world);
-/* As ep_world_exchange, and each rank may also send a file descriptor to every peer. fd_out: this rank's
+/* As ep_world_all_gather, and each rank may also send a file descriptor to every peer. fd_out: this rank's
  * descriptor, or -1. fds_in: NULL, or an array of -1 that receives the peers' descriptors. After an error all
  * entries are closed and -1. */
-int ep_world_exchange_fd(EpWorld *world, const void *mine, uint32_t num_bytes, void *all, int fd_out,
-                         int *fds_in);
+int ep_world_all_gather_fd(EpWorld *world, const void *mine, uint32_t num_bytes, void *all, int fd_out,
+                           int *fds_in);
 /* Collective. Call it after a step that each rank does alone; code is the result of the step on this rank.
  * Returns 0 if the step succeeded on all ranks. Otherwise it returns this rank's error, or the error of the
  * first rank that failed: "rank 1 could not" followed by what. */
@@ -36,9 +36,9 @@ uint32_t ep_world_free_buffers(EpWorld *world); /* how many more it can watch */
  * passes either to ep_world_end_call when the operation is over; 0 ends no entry. */
 uint64_t ep_world_begin_call(EpWorld *world, const EpCallRecord *record);
 void ep_world_end_call(EpWorld *world, uint64_t record, int code);
-/* The same for a collective call that consists of exchanges. Only one thread of a rank is in such a call; the
- * others wait until it has left (exchange.c). EP_EINVAL in a signal handler that runs during a wait, and
- * EP_ECLOSED in a forked process or when the user interrupts the wait; then this rank has not entered. */
+/* The same for a collective call that consists of all-gathers. Only one thread of a rank is in such a call;
+ * the others wait until it has left (all_gather.c). EP_EINVAL in a signal handler that runs during a wait,
+ * and EP_ECLOSED in a forked process or when the user interrupts the wait; then this rank has not entered. */
 int ep_world_enter_call(EpWorld *world, const EpCallRecord *call, uint64_t *record);
 void ep_world_leave_call(EpWorld *world, uint64_t record, int code);
 /* The user has interrupted this rank in an operation in which the others still are (interrupt.h). End the
@@ -54,8 +54,8 @@ uint16_t ep_world_number_layer(EpWorld *world);
 /* Call action(argument) after the last reference to the world was released. The action registered last runs
  * first. False: the registration could not be allocated. */
 bool ep_world_at_release(EpWorld *world, void (*action)(void *), void *argument);
-/* The heaps of this world that are orphans. They hold no reference to it. */
-EpOrphans *ep_world_orphans(EpWorld *world);
+/* The heaps of this world whose free is deferred (deferred_free.h). They hold no reference to it. */
+EpDeferredFrees *ep_world_deferred_frees(EpWorld *world);
 /* True in a process that was forked from the process that created the world. */
 bool ep_world_is_forked(const EpWorld *world);
 

@@ -36,10 +36,10 @@ static void complete_text(const EpWorld *w, int code, uint32_t rank, const char 
 void ep_world_end_wait(EpWorld *w, int code, uint32_t rank, uint32_t word, const char *text) {
     char completed[EP_END_BYTES];
     complete_text(w, code, rank, text, completed);
-    ep_world_end_told(w, code, rank, word, completed);
+    ep_world_end_reported(w, code, rank, word, completed);
 }
 
-void ep_world_end_told(EpWorld *w, int code, uint32_t rank, uint32_t word, const char *text) {
+void ep_world_end_reported(EpWorld *w, int code, uint32_t rank, uint32_t word, const char *text) {
     if (w->end_code) return;
     w->end_code = code;
     /* The reason may come from a peer's abort frame, before this rank's own socket shows the death. */

@@ -1,5 +1,5 @@
 /* world_state.h - the fields of a world, for the four files that implement it. world.c creates and closes a
- * world, exchange.c implements the exchanges, watchdog.c is the thread that reads the sockets, and
+ * world, all_gather.c implements the all-gathers, watchdog.c is the thread that reads the sockets, and
  * world_end.c ends the world. The other three call world_end.c, which calls none of them.
  * Invariant: after creation and before release, the fields below `lock` are used only while the lock is held.
  * The host threads and the watchdog thread share them. */
@@ -13,12 +13,12 @@
 #include "runtime/socket.h"
 #include "runtime/world.h"
 
-/* A peer is at most one exchange ahead, because an exchange ends only after every rank has sent its frame. So
- * two places for each peer are enough. */
+/* A peer is at most one all-gather ahead, because an all-gather ends only after every rank has sent its
+ * frame. So two places for each peer are enough. */
 #define EP_NUM_INBOX 2u
 #define EP_MAX_WATCHED 256u
 
-/* A place for one exchange frame of a peer. The watchdog thread fills it, the host thread empties it. */
+/* A place for one all-gather frame of a peer. The watchdog thread fills it, the host thread empties it. */
 typedef struct {
     EpFrame frame;
     int fd; /* the descriptor that came with the frame, or -1 */
@@ -55,7 +55,7 @@ struct EpWorld {
     bool in_haste;    /* the process is about to end, so drain waits at most HASTE_NS */
     int end_code;     /* EpCode with which the world ended; 0 while it has not ended */
     char end_text[EP_END_BYTES];
-    uint64_t seq; /* number of this rank's newest exchange */
+    uint64_t seq; /* number of this rank's newest all-gather */
     bool in_call; /* a thread of this rank is in a call of ep_world_enter_call */
     EpInbox inbox[EP_MAX_RANKS][EP_NUM_INBOX];
     uint64_t left_at_ns[EP_MAX_RANKS]; /* time at which a peer's goodbye arrived, or 0 */
@@ -64,8 +64,8 @@ struct EpWorld {
     uint32_t node, first_rank;
     const EpCommBuffer *watched[EP_MAX_WATCHED];
     EpAction *at_release;
-    EpOrphans orphans; /* needs no lock */
-    EpRecord record;   /* the call records of all ranks; complete after the world has ended */
+    EpDeferredFrees deferred_frees; /* needs no lock */
+    EpRecord record;                /* the call records of all ranks; complete after the world has ended */
     /* Detection of mismatched calls; see check_call_order. */
     EpRecord stuck;                    /* call records of the ranks that are stuck */
     uint64_t stuck_step[EP_MAX_RANKS]; /* the step in which each rank is stuck, or 0 */
@@ -86,7 +86,7 @@ void ep_world_end(EpWorld *world, int code, uint32_t rank, const char *text);
  * there is no culprit, because any rank may signal any word: rank is then the rank that has waited. */
 void ep_world_end_wait(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
 /* As ep_world_end_wait, but the text is not completed: another rank, or another node, has done that. */
-void ep_world_end_told(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
+void ep_world_end_reported(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
 /* 0, or the error with which the world has ended, or EP_ECLOSED after close. The caller holds the lock. */
 int ep_world_check_locked(EpWorld *world);
 /* True if the world has ended and the page can be made: every peer has sent its call records or its socket is

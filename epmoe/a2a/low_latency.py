@@ -360,7 +360,7 @@ class LowLatencyAll2All(CollectiveLayer):
             y[t] = round(sum over ranks r = 0, 1, ... of round(sum over k at r of w_k * row_k))
 
         With fp8, each inner sum that crosses between two ranks is quantised after it was rounded, and so the
-        result has an error: docs/guide.md#decode.
+        result has an error: docs/decode.md#lowlatencyall2all.
 
         Args:
             y: The experts' outputs, of the layer's dtype, in the layout of dispatch's rows, contiguous.

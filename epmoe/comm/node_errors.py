@@ -128,8 +128,8 @@ def exchange(nodes, mine):
     with nodes._ending():
         joined = b"".join(nodes._meet_rail(mine)) if mine else b""  # of the ranks with this local number
         of_local = [b""] * nodes.local_size
-        for i in range(0, len(joined), _C.EXCHANGE_BYTES):
-            for local, piece in enumerate(nodes.team.exchange(joined[i : i + _C.EXCHANGE_BYTES])):
+        for i in range(0, len(joined), _C.ALL_GATHER_BYTES):
+            for local, piece in enumerate(nodes.team.exchange(joined[i : i + _C.ALL_GATHER_BYTES])):
                 of_local[local] += piece
     return [of_local[rank % nodes.local_size][rank // nodes.local_size * len(mine) :][: len(mine)]
             for rank in range(nodes.size)]

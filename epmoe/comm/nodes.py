@@ -204,8 +204,8 @@ class Nodes(Shared):
             return self.team.exchange(mine)
         try:
             mine = bytes(memoryview(mine))
-            if len(mine) > _C.EXCHANGE_BYTES:
-                raise ValueError(f"an exchange carries at most {_C.EXCHANGE_BYTES} bytes, not {len(mine)}")
+            if len(mine) > _C.ALL_GATHER_BYTES:
+                raise ValueError(f"an exchange carries at most {_C.ALL_GATHER_BYTES} bytes, not {len(mine)}")
         except (TypeError, ValueError, BufferError):
             self._refuse()
             raise

@@ -90,7 +90,7 @@ def listen():
     return fd, name + nonce + _C.ABI_VERSION.to_bytes(_ABI_BYTES, "little")
 
 
-_meetings = collections.defaultdict(threading.Lock)  # of each group: one thread of a rank meets the others
+_locks = collections.defaultdict(threading.Lock)  # of each group: one thread of a rank meets the others
 _of_parent = None  # in a forked child: the default group of its parent
 
 
@@ -129,7 +129,7 @@ def all_gather_bytes(group, mine, timeout_s):
     entry = os.urandom(_TOKEN_BYTES) + bytes(mine)
     try:
         store = _store_of(group)
-        with _meetings[group.group_name], _signal_handlers_refused():
+        with _locks[group.group_name], _signal_handlers_refused():
             entries = _meet_in_store(store, group, rank, size, entry, timeout_s)
     except EpError:
         raise

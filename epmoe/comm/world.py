@@ -228,12 +228,12 @@ class World(Shared):
         """
         try:
             mine = bytes(memoryview(mine))
-            if len(mine) > _C.EXCHANGE_BYTES:
-                raise ValueError(f"an exchange carries at most {_C.EXCHANGE_BYTES} bytes, not {len(mine)}")
+            if len(mine) > _C.ALL_GATHER_BYTES:
+                raise ValueError(f"an exchange carries at most {_C.ALL_GATHER_BYTES} bytes, not {len(mine)}")
         except (TypeError, ValueError, BufferError) as error:
             _C.world_refuse(self._c, _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL)
             raise
-        everything = _C.world_exchange(self._c, mine)
+        everything = _C.world_all_gather(self._c, mine)
         return [everything[i * len(mine) : (i + 1) * len(mine)] for i in range(self.size)]
 
     def flight_record(self):

@@ -5,9 +5,8 @@ import functools
 
 import torch
 
-from ..bench.scale_model import CHUNKS, Rates, predict
-from ..bench.shapes import Shape
 from ..comm.rail import RESERVE_SMS
+from .cost_model import CHUNKS, Rates, Shape, predict
 
 MAX_CHUNKS = 64
 _SMS = 132  # of a GPU of Hopper
@@ -25,7 +24,7 @@ def check_num_chunks(num_chunks):
 
 
 def choose_chunks(max_tokens, hidden, inner, num_experts, topk, num_nodes, local_size, trains=False):
-    """Return the number of chunks with the least time that the model of bench/scale_model.py predicts.
+    """Return the number of chunks with the least time that cost_model.py predicts.
 
     A pure function of numbers that all ranks share.  With chunks, the node's kernels leave SMs to NCCL and so
     multiply more slowly.  The rates are those of an H200 with a network card of 400 Gb/s for each rank.
@@ -52,7 +51,7 @@ def choose_chunks(max_tokens, hidden, inner, num_experts, topk, num_nodes, local
     """
     if num_nodes == 1 or topk > num_experts or num_experts % num_nodes:
         return 1
-    shape = Shape("", max_tokens, hidden, inner, num_experts, topk)
+    shape = Shape(max_tokens, hidden, inner, num_experts, topk)
     whole = Rates()
     shared = dataclasses.replace(whole, gemm=whole.gemm * (1 - RESERVE_SMS / _SMS))
 

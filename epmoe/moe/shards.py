@@ -103,8 +103,8 @@ def exchanged(world, raw):
     raw: A one-dimensional uint8 tensor on the CPU, of the same size on all ranks.
     """
     parts = [torch.empty_like(raw) for _ in range(world.size)]
-    for first in range(0, len(raw), _C.EXCHANGE_BYTES):
-        piece = raw[first:first + _C.EXCHANGE_BYTES].clone()
+    for first in range(0, len(raw), _C.ALL_GATHER_BYTES):
+        piece = raw[first:first + _C.ALL_GATHER_BYTES].clone()
         for part, theirs in zip(parts, world.exchange(bytes(piece.untyped_storage()))):
             part[first:first + len(piece)] = torch.frombuffer(bytearray(theirs), dtype=torch.uint8)
     return parts

@@ -39,17 +39,18 @@ JOBS = 4  # more than most machines for tests have cores: many tests wait for a 
 HANG_S = 1800  # the limit for a whole test program; longer than any program takes on a busy machine
 # The folders of all C sources except those of the Python module and of CUDA.
 LIBRARY = ("runtime", "layer", "cpu")
-# The sources of csrc/cuda that need only the fake runtime of test_launch.c, test_counters.c, test_lanes.c.
+# The sources of csrc/cuda that need only the fake runtime of test_launch.c, test_launch_order.c and
+# test_counters.c.
 LAUNCH = "capabilities cluster_launch guard launch_order tensor_maps tile_counters".split()
 FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
-TESTS = ("main harness cases ll_cases steps test_alone test_counters test_device test_fork test_heap "
-         "test_hostile test_interrupt test_lanes test_launch test_low_latency test_meeting "
-         "test_memory test_order test_orphans test_processes test_quantize test_record test_refusals "
-         "test_sharing test_steps test_tables test_threads test_wire").split()
+TESTS = ("main harness cases ll_cases steps test_alone test_bootstrap test_counters test_deferred_free "
+         "test_device test_fork test_heap test_hostile test_interrupt test_launch test_launch_order "
+         "test_low_latency test_memory test_order test_processes test_quantize test_record "
+         "test_refusals test_sharing test_steps test_tables test_threads test_wire").split()
 # The functions of the system that a source calls from the tests instead. Those of harness.c fail at times.
 # Of test_record.c, open can block, as it does on a file system that is stuck, and free counts its calls.
-REPLACED = {"cpu/backend.c": ("pthread_create", "mmap", "posix_fallocate"), "runtime/meeting.c": ("geteuid",),
-            "runtime/record_file.c": ("open", "free")}
+REPLACED = {"cpu/backend.c": ("pthread_create", "mmap", "posix_fallocate"),
+            "runtime/bootstrap.c": ("geteuid",), "runtime/record_file.c": ("open", "free")}
 # Some compilers define _FORTIFY_SOURCE by default. Then fcntl.h of glibc defines open as an inline function.
 # The macro open=test_open renames that function too, and the source would call it instead of the tests' one.
 WITHOUT_INLINE = " -U_FORTIFY_SOURCE"

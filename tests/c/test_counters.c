@@ -139,7 +139,7 @@ bool test_counters_of_threads(void) {
     return true;
 }
 
-bool test_counter_errors_are_not_kept(void) {
+bool test_counter_errors_are_not_cached(void) {
     struct FakeStream a = stream_of(3);
     uint64_t *counter;
     memory_fails = true;

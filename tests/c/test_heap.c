@@ -273,8 +273,8 @@ static bool abort_during_create_body(Rank *me, void *arg) {
     Abort abort_later = {*(const useconds_t *)arg, me->world};
     pthread_t thread;
     unsigned char none = 0, nones[EP_MAX_RANKS];
-    /* After this exchange, every rank has created the heap of the team. */
-    int code = ep_world_exchange(me->world, &none, 1, nones);
+    /* After this all-gather, every rank has created the heap of the team. */
+    int code = ep_world_all_gather(me->world, &none, 1, nones);
     if (me->rank == 1 && pthread_create(&thread, NULL, abort_main, &abort_later)) abort();
     while (!code) {
         EpHeap *heap = NULL;
@@ -358,7 +358,7 @@ static bool calls_after_close_body(Rank *me, void *arg) {
     CHECK_CODE(me, EP_ECLOSED, ep_heap_barrier(me->heap, NULL));
     CHECK_CODE(me, 0, ep_world_close(me->world, true));
     CHECK_CODE(me, EP_ECLOSED, ep_world_check(me->world));
-    CHECK_CODE(me, EP_ECLOSED, ep_world_exchange(me->world, &off, 8, &off));
+    CHECK_CODE(me, EP_ECLOSED, ep_world_all_gather(me->world, &off, 8, &off));
     return true;
 }
 bool test_calls_after_close(void) {

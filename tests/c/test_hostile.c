@@ -69,9 +69,9 @@ bool test_wrong_slot_of_peer(void) {
     const uint32_t num = sizeof numbers / sizeof *numbers;
     for (uint32_t i = 0; i < 2 * num * num; i++) {
         const uint32_t max_tokens = 1 + i % 2;
-        const int32_t token = numbers[i / 2 % num], home = numbers[i / 2 / num];
+        const int32_t token = numbers[i / 2 % num], slot = numbers[i / 2 / num];
         const EpShape s = {2, 2, 1, max_tokens, 4, EP_F32, EP_COMBINE_SCATTER, 1};
-        const int32_t trailer[] = {token, home, 0};
+        const int32_t trailer[] = {token, slot, 0};
         int32_t plan[512] = {[EP_HEAD_NUM_ROWS] = 1, [EP_HEAD_NUM_RECV + 1] = 1}, recv[8];
         float rows[4];
         EpDispatchParams p = {.comm = {.shape = s, .layout = ep_comm_layout(&s), .host = &host},
@@ -87,10 +87,10 @@ bool test_wrong_slot_of_peer(void) {
         }
         memset(recv, 0x5a, sizeof recv);
         receive_slot(&p, plan, trailer, 1);
-        const uint32_t kept_token = (uint32_t)token < max_tokens ? (uint32_t)token : 0,
-                       kept_home = (uint32_t)home < max_tokens ? (uint32_t)home : 0;
-        const int32_t *record = recv + ep_record_at(&s, 1, kept_home);
-        CHECK(NULL, record[EP_RECORD_TOKEN] == (int32_t)kept_token && record[EP_RECORD_ROWS] == 0);
+        const uint32_t saved_token = (uint32_t)token < max_tokens ? (uint32_t)token : 0,
+                       saved_slot = (uint32_t)slot < max_tokens ? (uint32_t)slot : 0;
+        const int32_t *record = recv + ep_record_at(&s, 1, saved_slot);
+        CHECK(NULL, record[EP_RECORD_TOKEN] == (int32_t)saved_token && record[EP_RECORD_ROWS] == 0);
         CHECK(NULL, all_bytes_are(rows, sizeof rows, 1) && host.fault.code == 0);
         for (uint32_t r = 0; r < 2; r++) free(p.comm.base[r]);
     }

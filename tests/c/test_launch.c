@@ -229,7 +229,7 @@ bool test_launch_again(void) {
     return true;
 }
 
-bool test_launch_errors_are_not_kept(void) {
+bool test_launch_errors_are_not_cached(void) {
     Rank *me = NULL;
     for (int call = 0; call < NUM_CALLS; call++) {
         EpClusterKernel k = new_kernel();
@@ -254,7 +254,7 @@ bool test_launch_errors_are_not_kept(void) {
     return true;
 }
 
-/* More shapes than maps are kept: each launch gets the maps of its own shape. */
+/* More shapes than maps are cached: each launch gets the maps of its own shape. */
 bool test_launch_replaces_old_shapes(void) {
     enum { NUM_SHAPES = 3 * EP_MAP_SETS * EP_MAP_WAYS };
     Rank *me = NULL;

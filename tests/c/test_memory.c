@@ -5,7 +5,7 @@
 #include "runtime/allocator.h"
 #include "runtime/memory_limit.h"
 
-enum { UNITS = 400, KEPT = 3, NUM_OWNERS = 40 };
+enum { UNITS = 400, INTERNAL = 3, NUM_OWNERS = 40 };
 
 /* Whether the allocator knows exactly the allocations of the map, also after it has merged blocks. */
 static bool finds_what_is_allocated(const EpAllocator *a, const unsigned char *owner, const uint64_t *offs) {
@@ -21,16 +21,16 @@ static bool finds_what_is_allocated(const EpAllocator *a, const unsigned char *o
 bool test_allocator(void) {
     static EpAllocator a;
     unsigned char owner[UNITS] = {0}; /* 0: free */
-    uint64_t kept, off, offs[NUM_OWNERS] = {0}, units[NUM_OWNERS] = {0};
+    uint64_t internal, off, offs[NUM_OWNERS] = {0}, units[NUM_OWNERS] = {0};
     Rng rng = {test_seed};
     EpHeapStats s;
     Rank *me = NULL;
     ep_allocator_open(&a, UNITS * 256ull);
-    CHECK_CODE(me, 0, ep_allocator_take(&a, KEPT * 256, 1, &kept));
-    CHECK_CODE(me, 0, ep_allocator_check(&a, kept)); /* the first block of all */
-    ep_allocator_keep(&a);
-    CHECK_CODE(me, EP_EINVAL, ep_allocator_give_back(&a, kept));
-    memset(owner, 255, KEPT);
+    CHECK_CODE(me, 0, ep_allocator_take(&a, INTERNAL * 256, 1, &internal));
+    CHECK_CODE(me, 0, ep_allocator_check(&a, internal)); /* the first block of all */
+    ep_allocator_mark_internal(&a);
+    CHECK_CODE(me, EP_EINVAL, ep_allocator_give_back(&a, internal));
+    memset(owner, 255, INTERNAL);
     for (uint32_t i = 0; i < 4000; i++) {
         uint32_t j = rng_below(&rng, NUM_OWNERS), longest = 0, run = 0, free_units = 0;
         if (units[j]) {
@@ -60,7 +60,8 @@ bool test_allocator(void) {
         }
         ep_allocator_stats(&a, &s);
         CHECK(me, s.free_bytes == free_units * 256ull && s.largest_free_bytes == longest * 256ull);
-        CHECK(me, s.total_bytes == (UNITS - KEPT) * 256ull && s.used_bytes == s.total_bytes - s.free_bytes);
+        CHECK(me,
+              s.total_bytes == (UNITS - INTERNAL) * 256ull && s.used_bytes == s.total_bytes - s.free_bytes);
     }
     return true;
 }
@@ -123,14 +124,14 @@ bool test_available_memory(void) {
         bool ok = mkdtemp(root);
         for (uint32_t j = 0; j < 8 && machines[i].files[j].path; j++)
             ok = ok && put_file(root, machines[i].files[j].path, machines[i].files[j].text);
-        uint64_t got = ok ? ep_room_bytes(root) : 0;
+        uint64_t got = ok ? ep_free_bytes(root) : 0;
         remove_tree(root);
         if (got != machines[i].want)
             fprintf(stderr, "machine %zu: %llu bytes are available, expected %llu\n", i,
                     (unsigned long long)got, (unsigned long long)machines[i].want);
         CHECK(me, ok && got == machines[i].want);
     }
-    CHECK(me, ep_room_bytes("") > 1 << 20);
+    CHECK(me, ep_free_bytes("") > 1 << 20);
     return true;
 }
 
@@ -148,7 +149,7 @@ bool test_memory_of_deep_group(void) {
     ok = ok && put_file(root, path, "1000\n");
     snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.current", text + 3);
     ok = ok && put_file(root, path, "300\n");
-    const uint64_t got = ok ? ep_room_bytes(root) : 0;
+    const uint64_t got = ok ? ep_free_bytes(root) : 0;
     remove_tree(root);
     CHECK(me, got == 700);
     return true;

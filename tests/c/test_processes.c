@@ -9,14 +9,14 @@
 
 extern char **environ;
 
-/* Each child writes a Hello to its standard output. Then the parent writes the Meeting to the standard
+/* Each child writes a Hello to its standard output. Then the parent writes the Bootstrap to the standard
  * input of each child. */
 typedef struct {
     unsigned char nonce[EP_NONCE_BYTES], name[EP_NAME_BYTES];
 } Hello;
 typedef struct {
     unsigned char nonce[EP_NONCE_BYTES], names[EP_MAX_RANKS][EP_NAME_BYTES];
-} Meeting;
+} Bootstrap;
 enum { NUM_CHILDREN = 3 };
 
 static void *kill_main(void *arg) {
@@ -64,17 +64,17 @@ int child_main(uint32_t rank, Scenario scenario) {
     Setup setup = {.num_ranks = NUM_CHILDREN, .config = small_config(NUM_CHILDREN)};
     Rank me = {.setup = &setup, .rank = rank};
     Hello hello;
-    Meeting meeting;
+    Bootstrap bootstrap;
     int code = ep_world_listen(&config.listen_fd, hello.name, hello.nonce);
     if (code) {
         report_failure(&me, __FILE__, __LINE__, "ep_world_listen", code, 0);
         return 1;
     }
     if (write(STDOUT_FILENO, &hello, sizeof hello) != sizeof hello ||
-        read(STDIN_FILENO, &meeting, sizeof meeting) != sizeof meeting)
+        read(STDIN_FILENO, &bootstrap, sizeof bootstrap) != sizeof bootstrap)
         return 1;
-    memcpy(config.nonce, meeting.nonce, sizeof config.nonce);
-    memcpy(config.names, meeting.names, sizeof config.names);
+    memcpy(config.nonce, bootstrap.nonce, sizeof config.nonce);
+    memcpy(config.names, bootstrap.names, sizeof config.names);
     if (scenario == SCENARIO_ABSENT && rank == 2) return 0;
     code = ep_world_create(&config, &me.world);
     int want = scenario == SCENARIO_ABSENT ? EP_EPEERDIED : 0;
@@ -93,10 +93,10 @@ static bool run_processes(Scenario scenario) {
     int in[NUM_CHILDREN][2], out[NUM_CHILDREN][2], status;
     pid_t children[NUM_CHILDREN];
     Hello hello;
-    Meeting meeting;
+    Bootstrap bootstrap;
     char main_name[] = "main", seed_option[] = "-s", seed[32], rank[2] = "0", option[16];
     bool ok = true;
-    memset(&meeting, 0, sizeof meeting);
+    memset(&bootstrap, 0, sizeof bootstrap);
     snprintf(option, sizeof option, "%s",
              scenario == SCENARIO_KILLED   ? "--killed"
              : scenario == SCENARIO_ABSENT ? "--absent"
@@ -117,11 +117,11 @@ static bool run_processes(Scenario scenario) {
     }
     for (uint32_t r = 0; r < NUM_CHILDREN; r++) {
         ok = ok && read(out[r][0], &hello, sizeof hello) == sizeof hello;
-        memcpy(meeting.names[r], hello.name, sizeof hello.name);
-        if (r == 0) memcpy(meeting.nonce, hello.nonce, sizeof hello.nonce);
+        memcpy(bootstrap.names[r], hello.name, sizeof hello.name);
+        if (r == 0) memcpy(bootstrap.nonce, hello.nonce, sizeof hello.nonce);
     }
     for (uint32_t r = 0; r < NUM_CHILDREN; r++) {
-        ok = write(in[r][1], &meeting, sizeof meeting) == sizeof meeting && ok;
+        ok = write(in[r][1], &bootstrap, sizeof bootstrap) == sizeof bootstrap && ok;
         close(in[r][1]);
         close(out[r][0]);
     }

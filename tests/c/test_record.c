@@ -83,7 +83,7 @@ bool test_record_of_stuck_file_system(void) {
     return true;
 }
 
-/* The page says of each call what it has: layer, buffer and tokens; heap; bytes; or the last exchange. */
+/* The page says of each call what it has: layer, buffer and tokens; heap; bytes; or the last all-gather. */
 bool test_record_of_each_call(void) {
     static const struct {
         uint8_t what;
@@ -93,7 +93,7 @@ bool test_record_of_each_call(void) {
         {EP_OP_LL_COMBINE, "  low-latency combine #7 of layer 1 buffer 2, T 5: finished "},
         {EP_OP_BARRIER, "  barrier #7 of layer 1 buffer 2: finished "},
         {EP_CALL_HEAP_BARRIER, "  heap barrier #7 of heap 1: finished "},
-        {EP_CALL_EXCHANGE, "  exchange #7 of 5 bytes: finished "},
+        {EP_CALL_ALL_GATHER, "  exchange #7 of 5 bytes: finished "},
         {EP_CALL_HEAP_CREATE, "  heap creation of 5 bytes (exchange #7): finished "},
         {EP_CALL_ALLOC, "  allocation of 5 bytes (exchange #7): finished "},
         {EP_CALL_FREE, "  free (exchange #7): finished "},
@@ -115,13 +115,13 @@ bool test_record_of_each_call(void) {
 }
 
 /* An error about two calls that do not meet names them: with their heap or their layer, if they have one. */
-bool test_names_of_exchanges(void) {
+bool test_names_of_all_gathers(void) {
     static const struct {
         uint32_t what;
         const char *text;
     } calls[] = {
         {EP_CALL_NOTHING, "nothing"},
-        {EP_CALL_EXCHANGE, "exchange"},
+        {EP_CALL_ALL_GATHER, "exchange"},
         {EP_CALL_HEAP_CREATE, "heap creation"},
         {EP_CALL_LAYER_AGREE, "agreement on a layer"},
         {EP_CALL_ALLOC, "allocation (heap 3)"},

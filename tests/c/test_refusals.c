@@ -277,9 +277,9 @@ static bool missing_rank_body(Rank *me, void *arg) {
     if (missed == MISS_DISPATCH || missed == MISS_COMBINE) CHECK_CODE(me, 0, call_plan(&st));
     if (missed == MISS_COMBINE) CHECK_CODE(me, 0, call_dispatch(&st));
     const double limit = short_timeout_s * slowness();
-    /* The time starts before the exchange. No rank waits for rank 2 before the end of the exchange. */
+    /* The time starts before the all-gather. No rank waits for rank 2 before the end of the all-gather. */
     double start = seconds_now();
-    CHECK_CODE(me, 0, ep_world_exchange(me->world, &none, 1, nones));
+    CHECK_CODE(me, 0, ep_world_all_gather(me->world, &none, 1, nones));
     CHECK_CODE(me, 0, ep_world_set_timeout(me->world, limit));
     if (me->rank == 2) {
         /* Without a limit of its own, because on a busy machine the others reach theirs much later. The
@@ -332,23 +332,23 @@ static bool rank_leaves_body(Rank *me, void *arg) {
 }
 bool test_rank_leaves(void) { return with_cases(rank_leaves_body, small_config(3), true, 1); }
 
-/* Exchanges over the sockets. In some of them, a rank passes another size, or it refuses. */
-static bool exchange_body(Rank *me, void *arg) {
-    uint32_t mine[EP_EXCHANGE_BYTES / 4] = {0}, all[4 * EP_EXCHANGE_BYTES / 4];
+/* All-gathers over the sockets. In some of them, a rank passes another size, or it refuses. */
+static bool all_gather_body(Rank *me, void *arg) {
+    uint32_t mine[EP_ALL_GATHER_BYTES / 4] = {0}, all[4 * EP_ALL_GATHER_BYTES / 4];
     Rng rng = {test_seed};
     (void)arg;
-    CHECK_CODE(me, EP_EINVAL, ep_world_exchange(me->world, mine, EP_EXCHANGE_BYTES + 1, all));
+    CHECK_CODE(me, EP_EINVAL, ep_world_all_gather(me->world, mine, EP_ALL_GATHER_BYTES + 1, all));
     for (uint32_t i = 0; i < scaled(200); i++) {
-        uint32_t n = 1 + rng_below(&rng, EP_EXCHANGE_BYTES / 4), odd_rank = rng_below(&rng, 4),
+        uint32_t n = 1 + rng_below(&rng, EP_ALL_GATHER_BYTES / 4), odd_rank = rng_below(&rng, 4),
                  how = rng_below(&rng, 4);
         if (how == 0)
             CHECK_CODE(me, EP_EMISMATCH,
-                       ep_world_exchange(me->world, mine, me->rank == odd_rank ? 8 : 12, all));
+                       ep_world_all_gather(me->world, mine, me->rank == odd_rank ? 8 : 12, all));
         if (how == 1 && me->rank == odd_rank) CHECK_CODE(me, 0, ep_world_refuse(me->world, EP_EINVAL));
         if (how == 1 && me->rank != odd_rank)
-            CHECK_CODE(me, EP_EPEER, ep_world_exchange(me->world, mine, 12, all));
+            CHECK_CODE(me, EP_EPEER, ep_world_all_gather(me->world, mine, 12, all));
         for (uint32_t j = 0; j < n; j++) mine[j] = i << 16 | me->rank << 8 | j;
-        CHECK_CODE(me, 0, ep_world_exchange(me->world, mine, 4 * n, all));
+        CHECK_CODE(me, 0, ep_world_all_gather(me->world, mine, 4 * n, all));
         for (uint32_t r = 0; r < 4; r++)
             for (uint32_t j = 0; j < n; j++) CHECK(me, all[r * n + j] == (i << 16 | r << 8 | j));
     }
@@ -356,9 +356,9 @@ static bool exchange_body(Rank *me, void *arg) {
     CHECK_CODE(me, 0, ep_world_check(me->world));
     return true;
 }
-bool test_exchange(void) {
+bool test_all_gather(void) {
     Setup setup = {.num_ranks = 4};
-    return run_team(&setup, exchange_body, NULL);
+    return run_team(&setup, all_gather_body, NULL);
 }
 
 /* Rank 1 cannot send a message to a live rank. Then no rank waits for the message, and all ranks get the
@@ -369,9 +369,9 @@ static bool unsent_body(Rank *me, void *arg) {
     int fds[3] = {-1, -1, -1};
     const double start = seconds_now();
     (void)arg;
-    /* After this exchange, every rank has created the heap of the team. */
-    int code = ep_world_exchange(me->world, &mine, 1, all);
-    if (!code) code = ep_world_exchange_fd(me->world, &mine, 1, all, me->rank == 1 ? NO_FD : -1, fds);
+    /* After this all-gather, every rank has created the heap of the team. */
+    int code = ep_world_all_gather(me->world, &mine, 1, all);
+    if (!code) code = ep_world_all_gather_fd(me->world, &mine, 1, all, me->rank == 1 ? NO_FD : -1, fds);
     CHECK_CODE(me, EP_ESYS, code);
     CHECK(me, strstr(ep_error_text(),
                      "rank 1, in an exchange with rank 0: cannot send to a peer: Bad file descriptor"));

@@ -15,13 +15,13 @@ static void start(pthread_t *thread, void *(*main)(void *), Worker *w) {
     if (pthread_create(thread, NULL, main, w)) abort();
 }
 
-/* What each rank has seen. The ranks write it before an exchange and compare it after the exchange. */
+/* What each rank has seen. The ranks write it before an all-gather and compare it after the all-gather. */
 static uint64_t seen[EP_MAX_RANKS][MAX_CALLS];
 static bool all_have_seen_the_same(Rank *me, uint32_t num) {
     unsigned char mine = 0, all[EP_MAX_RANKS];
-    CHECK_CODE(me, 0, ep_world_exchange(me->world, &mine, 1, all));
+    CHECK_CODE(me, 0, ep_world_all_gather(me->world, &mine, 1, all));
     for (uint32_t i = 0; i < num; i++) CHECK(me, seen[me->rank][i] == seen[0][i]);
-    CHECK_CODE(me, 0, ep_world_exchange(me->world, &mine, 1, all));
+    CHECK_CODE(me, 0, ep_world_all_gather(me->world, &mine, 1, all));
     return true;
 }
 

@@ -50,10 +50,10 @@ bool test_wire_frames(void) {
         int32_t num_extra_bytes;
         int code;
     } frames[] = {
-        {"a valid frame", EP_ABI_VERSION, EP_EXCHANGE_BYTES, 0, 0, 0, 1},
+        {"a valid frame", EP_ABI_VERSION, EP_ALL_GATHER_BYTES, 0, 0, 0, 1},
         {"a valid frame with a descriptor", EP_ABI_VERSION, 0, 1, 1, 0, 1},
         {"another version", EP_ABI_VERSION + 1, 0, 0, 0, 0, EP_ECORRUPT},
-        {"num_bytes is larger than a frame", EP_ABI_VERSION, EP_EXCHANGE_BYTES + 1, 0, 0, 0, EP_ECORRUPT},
+        {"num_bytes is larger than a frame", EP_ABI_VERSION, EP_ALL_GATHER_BYTES + 1, 0, 0, 0, EP_ECORRUPT},
         {"one byte too few", EP_ABI_VERSION, 0, 0, 0, -1, EP_ECORRUPT},
         {"one byte too many", EP_ABI_VERSION, 0, 0, 0, 1, EP_ECORRUPT},
         {"two descriptors", EP_ABI_VERSION, 0, 1, 2, 0, EP_ECORRUPT},
@@ -70,7 +70,7 @@ bool test_wire_frames(void) {
             EpFrame frame;
             unsigned char more;
         } sent = {{.abi = frames[i].abi,
-                   .kind = EP_FRAME_EXCHANGE,
+                   .kind = EP_FRAME_ALL_GATHER,
                    .num_bytes = frames[i].num_bytes,
                    .has_fd = frames[i].has_fd},
                   0};
@@ -295,13 +295,13 @@ bool test_wire_last_messages(void) {
     } messages[] = {
         {EP_FRAME_ABORT, 7, 0, 1, EP_ETIMEOUT, EP_ETIMEOUT, "because",
          "culprit: rank 1 left before the others"},
-        {EP_FRAME_ABORT, EP_EXCHANGE_BYTES, 1, 1, EP_ECUDA, EP_ECUDA, "becausebecause",
+        {EP_FRAME_ABORT, EP_ALL_GATHER_BYTES, 1, 1, EP_ECUDA, EP_ECUDA, "becausebecause",
          "culprit: rank 1 left before the others"},
         {EP_FRAME_ABORT, 7, 77, 1, 5, EP_ECORRUPT, "because", "culprit: rank 1 sent invalid data"},
         {EP_FRAME_ABORT, 7, 77, 1, 0, EP_ECORRUPT, "because", "culprit: rank 1 sent invalid data"},
-        /* A peer may be one exchange ahead, but not two. */
-        {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died", "culprit: rank 1 is gone"},
-        {EP_FRAME_EXCHANGE, 1, 1, 3, 0, EP_ECORRUPT, "a peer is too far ahead",
+        /* A peer may be one all-gather ahead, but not two. */
+        {EP_FRAME_ALL_GATHER, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died", "culprit: rank 1 is gone"},
+        {EP_FRAME_ALL_GATHER, 1, 1, 3, 0, EP_ECORRUPT, "a peer is too far ahead",
          "culprit: rank 1 sent invalid data"},
         {EP_FRAME_RECORDS, sizeof(EpCallRecords), 1, 1, 0, EP_EPEERDIED, "rank 1 died",
          "\n   1           1       0  plan"},
@@ -340,7 +340,7 @@ bool test_wire_last_messages(void) {
     return true;
 }
 
-/* A descriptor comes only with a frame of an exchange. Rank 0 closes one that comes with another frame. */
+/* A descriptor comes only with a frame of an all-gather. Rank 0 closes one that comes with another frame. */
 bool test_wire_descriptors(void) {
     static const uint32_t kinds[] = {EP_FRAME_RECORDS, EP_FRAME_STUCK, 99};
     HonestRank honest;
@@ -353,14 +353,14 @@ bool test_wire_descriptors(void) {
         EpFrame f = {.kind = kinds[i], .rank = 1, .num_bytes = sizeof(EpCallRecords)};
         CHECK_CODE(&me, 0, ep_wire_send(socket, &f, STDERR_FILENO, 0));
     }
-    /* The exchange does not want a descriptor either. After it, rank 0 has taken all frames before it. */
-    EpFrame last = {.kind = EP_FRAME_EXCHANGE,
+    /* The all-gather does not want a descriptor either. After it, rank 0 has taken all frames before it. */
+    EpFrame last = {.kind = EP_FRAME_ALL_GATHER,
                     .seq = 1,
                     .rank = 1,
-                    .about = (uint32_t)EP_CALL_EXCHANGE << 16,
+                    .about = (uint32_t)EP_CALL_ALL_GATHER << 16,
                     .num_bytes = 1};
     CHECK_CODE(&me, 0, ep_wire_send(socket, &last, STDERR_FILENO, 0));
-    CHECK_CODE(&me, 0, ep_world_exchange(honest.world, &mine, 1, all));
+    CHECK_CODE(&me, 0, ep_world_all_gather(honest.world, &mine, 1, all));
     CHECK(&me, num_open_fds() == before);
     close(socket);
     ep_world_release(honest.world);
@@ -376,18 +376,18 @@ static bool random_records_case(uint64_t seed) {
     unsigned char mine = 1, all[2];
     int socket;
     TRY(create_honest_rank(&honest, &socket));
-    EpFrame f = {.kind = EP_FRAME_EXCHANGE,
+    EpFrame f = {.kind = EP_FRAME_ALL_GATHER,
                  .seq = 1,
                  .rank = 1,
-                 .about = (uint32_t)EP_CALL_EXCHANGE << 16,
+                 .about = (uint32_t)EP_CALL_ALL_GATHER << 16,
                  .num_bytes = 1};
     CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
-    /* After this exchange, rank 0 has a call record that it compares with the records of rank 1. */
-    CHECK_CODE(&me, 0, ep_world_exchange(honest.world, &mine, 1, all));
+    /* After this all-gather, rank 0 has a call record that it compares with the records of rank 1. */
+    CHECK_CODE(&me, 0, ep_world_all_gather(honest.world, &mine, 1, all));
     f.kind = EP_FRAME_RECORDS;
     for (uint32_t i = 0; i < 3; i++) {
         fill_random_records((EpCallRecords *)(void *)f.bytes, &rng);
-        f.num_bytes = i == 1 ? rng_below(&rng, EP_EXCHANGE_BYTES) : sizeof(EpCallRecords);
+        f.num_bytes = i == 1 ? rng_below(&rng, EP_ALL_GATHER_BYTES) : sizeof(EpCallRecords);
         f.rank = (uint32_t)rng_next(&rng);
         CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
     }

@@ -237,7 +237,7 @@ static const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false};
 static const Case tall = {272, 32, 4, {1100, 5, 700}, false, true};
 /* Two row blocks (of rows, or of n). The second one is half empty. */
 static const Case even = {160, 272, 2, {5, 0, 192}, false, false};
-static const Case few = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
+static const Case small_m = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
 /* More groups per tile than the mean. So the shared memory is full before a burst of writes is due. */
 static const Case crowded = {272, 80, 1, {32, 0, 32, 0, 32, 0}, false, true};
 /* For ThreadSanitizer, which is slow. */
@@ -278,15 +278,15 @@ static bool run_forward(void) {
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, true, odd)
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, tall)
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, false, narrow)
-    RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, small_m)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, odd)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, true, tall)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, narrow)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, crowded)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_GELU, true, full)
-    RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, false, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, false, small_m)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, true, narrow)
-    RUN(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS, true, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS, true, small_m)
     return ok;
 }
 static bool run_shared_activations(void) {
@@ -294,12 +294,12 @@ static bool run_shared_activations(void) {
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU_NUMBERS, false, full)
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_GEGLU_TANH, true, odd)
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU_PLUS_ONE, false, narrow)
-    RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU_PLUS_ONE, true, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU_PLUS_ONE, true, small_m)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_GEGLU_TANH, false, narrow)
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_RELU2, false, full)
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_SILU, true, odd)
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_GELU_TANH, false, narrow)
-    RUN(EP_GEMM_FORWARD, 64, EP_ACT_RELU2, true, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_RELU2, true, small_m)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_GELU_TANH, false, odd)
     return ok;
 }
@@ -322,7 +322,7 @@ static bool run_hooked(void) {
     RUN_HOOKED(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, odd)
     RUN_HOOKED(EP_GEMM_FORWARD, 192, EP_ACT_NONE, true, full)
     RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, tall)
-    RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, few)
+    RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, small_m)
     RUN_HOOKED(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, full)
     RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU, true, narrow)
     RUN_HOOKED(EP_GEMM_FORWARD, 192, EP_ACT_NONE, false, odd)

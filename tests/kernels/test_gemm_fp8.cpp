@@ -100,9 +100,9 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
 template <typename C> static void run_fp8(const EpGemmFp8Params *q, uint32_t pairs) {
     const EpTensorMap a = ep_map_fp8(ep_map_a(&q->gemm, C::BN)), b = ep_map_fp8(ep_map_b(&q->gemm, C::BN));
     gridDim = dim3(2 * pairs);
-    const uint32_t warp = C::TELLS ? 1 : 0, last_warp = C::TELLS ? 2 : C::WARP_PRODUCES ? 1 : 0;
+    const uint32_t warp = C::SCALE_WARP ? 1 : 0, last_warp = C::SCALE_WARP ? 2 : C::WARP_PRODUCES ? 1 : 0;
     ep_producer_lanes = C::WARP_PRODUCES ? 32 : 1;
-    ep_cta_threads = ep_producer_lanes + (C::TELLS ? 32 : 0) + 256; /* and the warpgroups */
+    ep_cta_threads = ep_producer_lanes + (C::SCALE_WARP ? 32 : 0) + 256; /* and the warpgroups */
     for (uint32_t first = 0; first < gridDim.x; first += 2)
         run_cluster(first, warp, last_warp, [&] {
             Hooks<C> hooks;
@@ -149,7 +149,7 @@ static const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false, false};
 static const Case gated = {384, 272, 2, {150, 0, 9}, true, true, false};
 /* Tiles of which the second half has rows, and pairs that share rows. */
 static const Case tall = {256, 272, 2, {300, 0, 640, 257}, false, true, false};
-static const Case few = {192, 1296, 2, {1, 0, 40, 3, 0, 2}, true, true, true};
+static const Case small_m = {192, 1296, 2, {1, 0, 40, 3, 0, 2}, true, true, true};
 /* For ThreadSanitizer, which is slow: more than one tile, more stages than the ring has. */
 static const Case small = {144, 912, 1, {200, 0, 70}, false, true, true};
 
@@ -178,8 +178,8 @@ static bool run_all(void) {
     RUN(256, true, EP_ACT_GPT_OSS, false, odd)
     RUN(256, true, EP_ACT_GPT_OSS, true, full)
     RUN(64, true, EP_ACT_NONE, false, odd)
-    RUN(64, true, EP_ACT_NONE, true, few)
-    RUN(64, true, EP_ACT_SWIGLU, false, few)
+    RUN(64, true, EP_ACT_NONE, true, small_m)
+    RUN(64, true, EP_ACT_SWIGLU, false, small_m)
     RUN(64, true, EP_ACT_GPT_OSS, true, full)
     RUN(256, false, EP_ACT_NONE, false, odd)
     RUN(256, false, EP_ACT_SWIGLU, true, gated)

@@ -55,7 +55,7 @@ byte epoch[N] = 1;
 byte out[N];
 bit  cut[N];                  /* the abort word, which is never cleared */
 bit  over[N];                 /* the rank begins no further operation */
-byte home[N];                 /* workers that have ended */
+byte num_ended[N];                 /* workers that have ended */
 bit  dead;                    /* rank VICTIM */
 
 inline check_headers() {
@@ -127,7 +127,7 @@ proctype sender(byte r) {
             :: atomic { d >= N || gone -> leave(); break }
             od
         od;
-        atomic { home[r]++; e = 0 }
+        atomic { num_ended[r]++; e = 0 }
     } unless { d_step { DIES -> e = 0; d = 0; w = 0; gone = 0 } }
 }
 
@@ -153,7 +153,7 @@ proctype receiver(byte r) {
             :: atomic { w >= N -> leave(); break }
             od
         od;
-        atomic { home[r]++; e = 0 }
+        atomic { num_ended[r]++; e = 0 }
     } unless { d_step { DIES -> e = 0; d = 0; w = 0; gone = 0 } }
 }
 
@@ -167,7 +167,7 @@ proctype death() {
 #ifdef RESUME
 proctype resume() {
 end:
-    (home[0] == 2 && home[1] == 2 && !dead);
+    (num_ended[0] == 2 && num_ended[1] == 2 && !dead);
     assert(epoch[0] == epoch[1])
 }
 #endif

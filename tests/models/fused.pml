@@ -132,7 +132,7 @@ bit  over[N];                 /* an operation has failed: the rank begins no fur
 
 /* What the checker knows: the operation that last placed a row, produced a piece of a row, added
  * up the tokens of a chunk; the tiles read in this operation; the workers that have ended. */
-byte rows[N * ROWS], made[N * ROWS * P], sums[N * S], read[N], home;
+byte rows[N * ROWS], made[N * ROWS * P], sums[N * S], read[N], num_ended;
 
 /* A fault occurs once and without a cause, like a timeout that was too short. A wait for a peer
  * that has given up times out. A wait for workers of the same rank has no timeout here: the
@@ -501,9 +501,9 @@ inline leave() {
 }
 
 inline go_home() {
-    home++; e = 0;
+    num_ended++; e = 0;
     do
-    :: home == WORKERS(0) + WORKERS(1) && i < N * COUNTS ->
+    :: num_ended == WORKERS(0) + WORKERS(1) && i < N * COUNTS ->
 #ifndef NORESET
         assert(ready[i] == 0);
 #endif

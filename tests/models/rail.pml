@@ -4,7 +4,7 @@
  * in the rail with the equal local GPU of the other node.
  *
  * One layer over several nodes with C chunks: D is the way out over the rail, X the team's
- * operations, R the way home. X0 are the node's own tokens. Xc needs Dc, and Rc needs Xc. All hosts
+ * operations, R the way back. X0 are the node's own tokens. Xc needs Dc, and Rc needs Xc. All hosts
  * launch in the order D1 X0 D2 X1 R1 D3 X2 R2 ... XC RC. Rail and team have a stream each, so the
  * order between the streams is only that of the needs. The blocks of a team's kernel start together
  * (the launch is cooperative). The CTAs of a rail's kernel start one by one.

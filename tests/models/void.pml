@@ -47,7 +47,7 @@ byte epoch[N] = 1;
 bit  fault[N];
 byte pending[N];              /* operations issued and not yet ended or dropped */
 byte ran[N];                  /* operations since the last error that were not void */
-byte home;
+byte num_ended;
 chan queue[N] = [P + 2] of { byte, bit };
 
 #define SEES_BAD(r,e,w) \
@@ -146,10 +146,10 @@ proctype host(byte r) {
     od;
     atomic {
         assert(ran[r] == P);
-        home++;
+        num_ended++;
         base = 0; i = 0
         do
-        :: home == N && i < N - 1 -> assert(epoch[i] == epoch[i + 1]); i++
+        :: num_ended == N && i < N - 1 -> assert(epoch[i] == epoch[i + 1]); i++
         :: else -> break
         od
     }

@@ -2,8 +2,8 @@
  * when.
  *
  * Each warp records spans of time in its own part of device memory. EpComm.trace has the events as
- * [trace_blocks][EP_TRACE_WARPS][trace_room], by CTA, warp and time. One lane writes, with ordinary stores.
- * Events that do not fit are dropped. In other builds these functions are empty. */
+ * [trace_blocks][EP_TRACE_WARPS][trace_capacity], by CTA, warp and time. One lane writes, with ordinary
+ * stores. Events that do not fit are dropped. In other builds these functions are empty. */
 #ifndef EP_TRACE_CUH
 #define EP_TRACE_CUH
 #include "protocol/comm.h"
@@ -11,15 +11,15 @@
 #ifdef EP_TRACE
 static __shared__ uint32_t ep_trace_num[EP_TRACE_WARPS];
 
-EP_FN EpTraceEvent *ep_trace_room(const EpComm *c) {
-    return c->trace + ((uint64_t)blockIdx.x * EP_TRACE_WARPS + threadIdx.x / 32) * c->trace_room;
+EP_FN EpTraceEvent *ep_trace_events(const EpComm *c) {
+    return c->trace + ((uint64_t)blockIdx.x * EP_TRACE_WARPS + threadIdx.x / 32) * c->trace_capacity;
 }
 /* Continue after the events of earlier kernels. */
 EP_FN void ep_trace_start(const EpComm *c) {
     if (ep_lane() != 0) return;
     uint32_t n = 0;
     if (c->trace && blockIdx.x < c->trace_blocks)
-        while (n < c->trace_room && ep_trace_room(c)[n].begin_ns) n++;
+        while (n < c->trace_capacity && ep_trace_events(c)[n].begin_ns) n++;
     ep_trace_num[threadIdx.x / 32] = n;
 }
 /* Start a span: returns its time. The caller's lane 0 keeps it. */
@@ -27,8 +27,8 @@ EP_FN uint64_t ep_trace_now(const EpComm *c) { return c->trace ? ep_now_ns() : 0
 /* End a span and record it; lane 0 must have its start time. */
 EP_FN void ep_trace_span(const EpComm *c, uint32_t what, uint32_t of, uint64_t begin_ns) {
     const uint32_t warp = threadIdx.x / 32, n = ep_trace_num[warp];
-    if (!c->trace || ep_lane() != 0 || n >= c->trace_room || blockIdx.x >= c->trace_blocks) return;
-    EpTraceEvent *to = ep_trace_room(c) + n;
+    if (!c->trace || ep_lane() != 0 || n >= c->trace_capacity || blockIdx.x >= c->trace_blocks) return;
+    EpTraceEvent *to = ep_trace_events(c) + n;
     to->begin_ns = begin_ns;
     to->num_ns = (uint32_t)(ep_now_ns() - begin_ns);
     to->what = (uint16_t)what;

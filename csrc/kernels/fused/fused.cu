@@ -6,13 +6,13 @@
 #include "kernels/launch.h"
 
 extern EpClusterKernel ep_mega_kernels_bf16[], ep_mega_kernels_f16[];
-extern EpClusterKernel ep_mega_keep_kernels_bf16[], ep_mega_keep_kernels_f16[];
+extern EpClusterKernel ep_mega_save_kernels_bf16[], ep_mega_save_kernels_f16[];
 extern EpClusterKernel ep_mega_kernels_fp8_bf16[], ep_mega_kernels_fp8_f16[];
 
 static bool is_fp8(uint32_t op) { return op == EP_OP_DISPATCH_GEMM_FP8 || op == EP_OP_GEMM_COMBINE_FP8; }
 static EpClusterKernel *table_of(uint32_t op, const EpGemmParams *gemm) {
     if (is_fp8(op)) return gemm->is_f16 ? ep_mega_kernels_fp8_f16 : ep_mega_kernels_fp8_bf16;
-    if (gemm->kept) return gemm->is_f16 ? ep_mega_keep_kernels_f16 : ep_mega_keep_kernels_bf16;
+    if (gemm->saved) return gemm->is_f16 ? ep_mega_save_kernels_f16 : ep_mega_save_kernels_bf16;
     return gemm->is_f16 ? ep_mega_kernels_f16 : ep_mega_kernels_bf16;
 }
 
@@ -111,7 +111,7 @@ extern "C" int ep_preload_fused(void) {
     int e = ep_capabilities(&c);
     if (e || !c.has_hopper) return e;
     for (EpClusterKernel *table :
-         {ep_mega_kernels_bf16, ep_mega_kernels_f16, ep_mega_keep_kernels_bf16, ep_mega_keep_kernels_f16,
+         {ep_mega_kernels_bf16, ep_mega_kernels_f16, ep_mega_save_kernels_bf16, ep_mega_save_kernels_f16,
           ep_mega_kernels_fp8_bf16, ep_mega_kernels_fp8_f16})
         for (EpClusterKernel *k = table; k->function && !e; k++) e = ep_load_kernel(k, &max_ctas);
     return e;

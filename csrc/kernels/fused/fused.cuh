@@ -66,7 +66,7 @@ EP_FN void mega_body(const typename H::Params &p, const CUtensorMap *map_a, cons
     H hooks(p, ok);
     if (threadIdx.x == 0) {
         ep_shared_epoch = epoch;
-        H::keep(ok);
+        H::save_verdict(ok);
     }
     __syncthreads();
     if (epoch) ep_gemm_body<C>(&p.gemm, hooks, map_a, map_b);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                                                 const __grid_constant__ CUtensorMap map_a,
                                                 const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    mega_body<C, EpDispatchHooks<C::KEEPS>>(p, &map_a, &map_b);
+    mega_body<C, EpDispatchHooks<C::SAVES>>(p, &map_a, &map_b);
 #endif
 }
 
@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 192)   \
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 128)
 
-/* X(columns of a tile): the instances of dispatch + GEMM that keep gate and up. */
-#define EP_MEGA_KEEP_VARIANTS(X) X(256) X(128)
+/* X(columns of a tile): the instances of dispatch + GEMM that save gate and up for the backward pass. */
+#define EP_MEGA_SAVE_VARIANTS(X) X(256) X(128)
 
 /* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for
  * each communication warp: three, or two where one loads scales. Static shared memory uses at most 1024 bytes
@@ -161,7 +161,7 @@ template <typename C, typename P>
 static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUtensorMap), uint32_t tile_cols,
                                 uint32_t activation) {
     constexpr uint32_t COMM_BYTES =
-        C::WARP_PRODUCES ? 3 * EpCombineFp8Fifo::BYTES : (C::TELLS ? 2 : 3) * EpFusedFifo::BYTES;
+        C::WARP_PRODUCES ? 3 * EpCombineFp8Fifo::BYTES : (C::SCALE_WARP ? 2 : 3) * EpFusedFifo::BYTES;
     constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + COMM_BYTES;
     static_assert(SMEM_BYTES + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
     return {(const void *)kernel, op, C::KIND, tile_cols, activation, EP_GEMM_THREADS, SMEM_BYTES, {}};
@@ -169,9 +169,9 @@ static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUte
 #define EP_MEGA_ROW(OP, KERNEL, KIND, BN, ACT, F16) \
     mega_row<EpGemmConfig<KIND, BN, ACT, F16>>(OP, KERNEL<EpGemmConfig<KIND, BN, ACT, F16>>, BN, ACT),
 
-#define EP_MEGA_KEEP_ROW(BN, F16)                                                                        \
-    mega_row<EpGemmKeepConfig<BN, F16>>(                                                                 \
-        EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmKeepConfig<BN, F16>>, BN, \
+#define EP_MEGA_SAVE_ROW(BN, F16)                                                                        \
+    mega_row<EpGemmSaveConfig<BN, F16>>(                                                                 \
+        EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmSaveConfig<BN, F16>>, BN, \
         EP_ACT_SWIGLU),
 
 #define EP_MEGA_FP8_ROW(ACT, F16)            \

@@ -20,7 +20,7 @@ template <int DTYPE, bool SCALAR, EpOpKind OP = EP_OP_GEMM_COMBINE> struct EpCom
         if (EpCombineConfig<DTYPE, OP>::OPENS) clear_open_chunks();
     }
     /* One thread stores the verdict for all threads, to save a register of each. */
-    static __device__ void keep(bool is_valid) { ep_shared_ok = is_valid; }
+    static __device__ void save_verdict(bool is_valid) { ep_shared_ok = is_valid; }
     static __device__ const EpCombineParams &stage(const Params &p) { return p.combine; }
     static __device__ bool enter(const Params &p, uint64_t epoch) {
         const EpCombineParams &k = p.combine;

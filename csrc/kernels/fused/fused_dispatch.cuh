@@ -6,9 +6,9 @@
 #include "kernels/fused/fused_shared.cuh"
 #include "kernels/stage/dispatch.cuh"
 
-/* KEEPS: the kernel of a training step, which also stores gate and up. OP: the operation, in headers and in
+/* SAVES: the kernel of a training step, which also stores gate and up. OP: the operation, in headers and in
  * errors. */
-template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks {
+template <bool SAVES, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     typedef EpDispatchGemmParams Params;
@@ -19,7 +19,7 @@ template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks 
 
     __device__ EpDispatchHooks(const Params &params, bool is_valid)
         : p(params), ok(is_valid), awaited(UINT32_MAX) {}
-    static __device__ void keep(bool) {}
+    static __device__ void save_verdict(bool) {}
     static __device__ const EpDispatchParams &stage(const Params &p) { return p.dispatch; }
     static __device__ bool enter(const Params &p, uint64_t epoch) {
         const EpDispatchParams &d = p.dispatch;
@@ -29,7 +29,7 @@ template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks 
     static __device__ void poison(const Params &p) {
         poison_dispatch(p.dispatch);
         ep_cta_fill(p.gemm.out, 2ull * p.gemm.num_rows * ep_gemm_out_cols(&p.gemm), EP_NAN_WORD);
-        if (KEEPS) ep_cta_fill(p.gemm.kept, 2ull * p.gemm.num_rows * p.gemm.n, EP_NAN_WORD);
+        if (SAVES) ep_cta_fill(p.gemm.saved, 2ull * p.gemm.num_rows * p.gemm.n, EP_NAN_WORD);
     }
 
     /* first_warp: the first communication warp */

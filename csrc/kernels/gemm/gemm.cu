@@ -58,7 +58,7 @@ static int launch_portable_fp8(const EpGemmFp8Params *p, uint32_t num_blocks, cu
 }
 
 static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) {
-    const uint32_t tile_cols = ep_gemm_has_few_rows(p) ? 64 : ep_gemm_tile_cols(p);
+    const uint32_t tile_cols = ep_gemm_is_small_m(p) ? 64 : ep_gemm_tile_cols(p);
     EpClusterKernel *table = p->is_f16 ? ep_gemm_kernels_f16 : ep_gemm_kernels_bf16;
     if (p->accumulates) table = p->is_f16 ? ep_gemm_kernels_accumulate_f16 : ep_gemm_kernels_accumulate_bf16;
     EpClusterKernel *k = ep_find_kernel(table, 0, p, tile_cols);
@@ -73,16 +73,16 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
 }
 
 /* A tile of a gate with all gate rows first has as many gate columns as up columns. The 64 gates of a piece,
- * or the 32 of a tile for few rows, must have one scale, and so must their ups. */
+ * or the 32 of a tile for small M, must have one scale, and so must their ups. */
 static bool has_whole_blocks(const EpGemmFp8Params *p) {
     const EpGemmParams *g = &p->gemm;
     return !ep_gemm_is_gated(g->activation) || g->activation == EP_ACT_GPT_OSS ||
-           ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (ep_gemm_has_few_rows(g) ? 32 : 64) == 0;
+           ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (ep_gemm_is_small_m(g) ? 32 : 64) == 0;
 }
 
 static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *stream) {
-    const bool few = ep_gemm_has_few_rows(&p->gemm), one = !few && ep_gemm_has_one_scale(&p->scales);
-    const uint32_t tile_cols = few ? 64 : 256;
+    const bool small_m = ep_gemm_is_small_m(&p->gemm), one = !small_m && ep_gemm_has_one_scale(&p->scales);
+    const uint32_t tile_cols = small_m ? 64 : 256;
     EpClusterKernel *table = p->gemm.is_f16 ? one ? ep_gemm_kernels_one_scale_f16 : ep_gemm_kernels_fp8_f16
                              : one          ? ep_gemm_kernels_one_scale_bf16
                                             : ep_gemm_kernels_fp8_bf16;

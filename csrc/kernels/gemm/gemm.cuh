@@ -12,8 +12,8 @@
  * at the same time have tiles with near numbers, and find the same rows and weights in L2. That saves power,
  * and power limits a GPU that computes GEMMs.
  *
- * With few rows per expert, tiles and MMA warps are those of gemm_few.cuh. With FP8 and a scale for each
- * block of weights, the MMA warps are those of gemm_fp8.cuh.
+ * For small M (few rows per expert), tiles and MMA warps are those of gemm_small_m.cuh. With FP8 and a scale
+ * for each block of weights, the MMA warps are those of gemm_fp8.cuh.
  *
  * Gated activations: the tensor map of the weights alternates eight gate rows and the eight up rows of the
  * same outputs (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds the gate
@@ -22,9 +22,9 @@
 #define EP_GEMM_CUH
 #include "kernels/arch/wgmma.cuh"
 #include "kernels/gemm/gemm_accumulate.cuh"
-#include "kernels/gemm/gemm_few.cuh"
 #include "kernels/gemm/gemm_fp8.cuh"
-#include "kernels/gemm/gemm_keep.cuh"
+#include "kernels/gemm/gemm_save.cuh"
+#include "kernels/gemm/gemm_small_m.cuh"
 
 /* The producer is one thread. With WARP_PRODUCES it is a warp, of which each lane loads some scales; all else
  * is done by lane 0, which leads. */
@@ -118,17 +118,18 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
                                   const CUtensorMap *map_a, const CUtensorMap *map_b) {
     const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
     uint32_t num_done = 0, drawn = 0xffffffffu;
-    EpGemmWalk w = {0};
+    EpGemmTileScheduler sched = {0};
     EpRing ring = {0, 1};
     EpGemmTile t;
-    ep_walk_enter(p, C::BM, 2, &w);
+    ep_tile_scheduler_enter(p, C::BM, 2, &sched);
     for (uint32_t n = blockIdx.x / 2;
-         ep_gemm_tile(p, C::BM, C::BN, 2, C::BY_BLOCK ? ep_cluster_rank() : rank, &w, n, &t); num_done++) {
+         ep_gemm_tile(p, C::BM, C::BN, 2, C::BY_BLOCK ? ep_cluster_rank() : rank, &sched, n, &t);
+         num_done++) {
         if constexpr (C::BY_BLOCK) t.num_k = p->k; /* known to be so, but otherwise kept in a register */
         if (ep_gemm_leads<C>()) hooks.await_rows(t);
         /* only now, because await_rows may need the number of rows of the whole expert */
         t.num_rows = min(t.num_rows, (uint32_t)C::BM);
-        EpGemmScaleWalk scales = {};
+        EpGemmScaleCursor scales = {};
         if constexpr (C::WARP_PRODUCES) {
             __syncwarp(); /* what lane 0 has acquired is now readable by all lanes */
             scales = ep_gemm_scales_begin<C>(p, hooks.scales, &t);
@@ -139,7 +140,7 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
                 ep_gemm_stage_scales<C>(hooks.scales, &scales, &t, k, s, ring.stage);
             if (ep_gemm_leads<C>()) {
                 if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
-                if constexpr (C::TELLS) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
+                if constexpr (C::SCALE_WARP) ep_mbar_arrive(ep_gemm_info_ready<C>(s, ring.stage));
                 if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
                 else
                     ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
@@ -152,12 +153,12 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
         n = (C::BY_BLOCK ? ep_num_ctas_now() / 2 : num_pairs) + ep_next_tile_receive<C>(p, s, num_done);
     }
     /* The last number has been drawn: reset the counter. (A megakernel's last CTA out does that.) */
-    if (!Hooks::FUSED && ep_gemm_leads<C>() && drawn == w.first_tile - 1) *p->tile_counter = 0;
+    if (!Hooks::FUSED && ep_gemm_leads<C>() && drawn == sched.first_tile - 1) *p->tile_counter = 0;
     ep_gemm_wait<C>(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
     if (ep_gemm_leads<C>()) {
         t.num_rows = 0;
         ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
-        if constexpr (C::TELLS) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
+        if constexpr (C::SCALE_WARP) ep_mbar_arrive(ep_gemm_info_ready<C>(s, ring.stage));
         ep_mbar_arrive(s->full + 8 * ring.stage);
     }
     if constexpr (C::WARP_PRODUCES) ep_mbar_arrive(s->full + 8 * ring.stage);
@@ -295,7 +296,7 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
             while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
         hooks.mma_in_flight();
         if constexpr (C::ACCUMULATES) ep_gemm_accumulate<C>(d, p, &t, group);
-        else if constexpr (C::KEEPS) ep_gemm_keep<C>(d, p, &t, group, staging);
+        else if constexpr (C::SAVES) ep_gemm_save<C>(d, p, &t, group, staging);
         else {
             constexpr int AT_ONCE = EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS;
             ep_gemm_defer<C, AT_ONCE>(&deferred, d, p, &t, group, staging);
@@ -319,7 +320,7 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
         ep_tma_prefetch(map_b);
         for (uint32_t i = 0; i < C::STAGES; i++) {
             ep_mbar_init(s.full + 8 * i, C::BY_BLOCK ? 1 + 32 : 1);
-            if constexpr (C::TELLS) ep_mbar_init(ep_gemm_told<C>(&s, i), 1);
+            if constexpr (C::SCALE_WARP) ep_mbar_init(ep_gemm_info_ready<C>(&s, i), 1);
             ep_mbar_init(s.empty + 8 * i, 2 * 8);
         }
         for (uint32_t i = 0; i < C::NUM_NEXT; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
@@ -330,7 +331,7 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
         ep_setmaxnreg_dec<Hooks::PRODUCER_REGS>();
         if (threadIdx.x >= 32) hooks.comm(s.end);
         else if (C::WARP_PRODUCES || threadIdx.x == 0) ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b);
-        if constexpr (C::TELLS)
+        if constexpr (C::SCALE_WARP)
             if (threadIdx.x / 32 == 1) ep_gemm_load_scales<C>(p, hooks, &s);
         __syncwarp();
         if (Hooks::FUSED)
@@ -338,9 +339,9 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
                 EP_GEMM_REGS>(); /* as at the start, because code follows that all threads execute */
     } else {
         ep_setmaxnreg_inc<Hooks::MMA_REGS>();
-        if constexpr (C::FEW_ROWS) {
+        if constexpr (C::SMALL_M) {
             static_assert(!Hooks::FUSED, "tile_written would be called before the tile's burst");
-            ep_gemm_mma_tiles_few<C>(p, &s);
+            ep_gemm_mma_tiles_small_m<C>(p, &s);
         } else if constexpr (C::BY_BLOCK) ep_gemm_mma_tiles_fp8<C>(p, hooks, &s);
         else ep_gemm_mma_tiles<C>(p, hooks, &s);
         if (Hooks::FUSED) ep_setmaxnreg_dec<EP_GEMM_REGS>();

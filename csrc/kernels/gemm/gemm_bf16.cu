@@ -2,4 +2,4 @@
 #include "kernels/gemm/gemm_hopper.cuh"
 
 #define EP_ROW(KIND, BN, ACT) gemm_row<KIND, BN, ACT, false>(),
-EpClusterKernel ep_gemm_kernels_bf16[] = {EP_GEMM_VARIANTS(EP_ROW) EP_GEMM_FEW_VARIANTS(EP_ROW){}};
+EpClusterKernel ep_gemm_kernels_bf16[] = {EP_GEMM_VARIANTS(EP_ROW) EP_GEMM_SMALL_M_VARIANTS(EP_ROW){}};

@@ -5,7 +5,7 @@
  * them up, in the tensor cores' own format. The sum is multiplied by both scales and added to the tile's
  * accumulators in float32.
  *
- * A tile has 128 x 256 numbers; gemm_few.cuh has the tiles for few rows. A warpgroup has 64 rows and two
+ * A tile has 128 x 256 numbers; gemm_small_m.cuh has the tiles for small M. A warpgroup has 64 rows and two
  * pieces of 128 columns, one after the other in each stage. It loads its rows into registers once for both
  * pieces: shared memory cannot deliver rows and columns as fast as the tensor cores take them, and reading
  * them costs power. The two warpgroups take turns: one has the tensor cores while the other one adds its
@@ -24,45 +24,46 @@
  * piece: gates or all columns, and ups. */
 typedef struct {
     const float *row, *col;
-} EpGemmScaleWalk;
+} EpGemmScaleCursor;
 
-template <typename C> EP_PTX EpGemmScaleWalk ep_gemm_scales_begin(const EpGemmParams *p,
-                                                                  const EpGemmScales *scales,
-                                                                  const EpGemmTile *t) {
+template <typename C> EP_PTX EpGemmScaleCursor ep_gemm_scales_begin(const EpGemmParams *p,
+                                                                    const EpGemmScales *scales,
+                                                                    const EpGemmTile *t) {
     const uint32_t lane = ep_lane_now(), last = ep_gemm_num_blocks(p->n) - 1;
     const uint32_t first = t->col0 + lane / 2 % C::NUM_PIECES * 128;
     const uint32_t gate = C::TWO_SCALES ? first / 2 : first;
     const uint32_t col = C::TWO_SCALES && lane % 2 ? p->n / 2 + gate : gate;
-    EpGemmScaleWalk w;
-    w.row = scales->a + (t->row0 + lane) * scales->a_row;
-    w.col = scales->b + t->expert * scales->b_expert + min(col / EP_GEMM_SCALE_BLOCK, last) * scales->b_n;
-    return w;
+    EpGemmScaleCursor cursor;
+    cursor.row = scales->a + (t->row0 + lane) * scales->a_row;
+    cursor.col =
+        scales->b + t->expert * scales->b_expert + min(col / EP_GEMM_SCALE_BLOCK, last) * scales->b_n;
+    return cursor;
 }
 
 /* Start to copy the scales of 128 values of k to shared memory. Those of rows that do not exist are not
  * copied: their products are not written. */
-template <typename C> EP_PTX void ep_gemm_scales_copy(const EpGemmScales *scales, EpGemmScaleWalk *w,
+template <typename C> EP_PTX void ep_gemm_scales_copy(const EpGemmScales *scales, EpGemmScaleCursor *cursor,
                                                       uint32_t num_rows, uint32_t rows, uint32_t cols) {
     const uint32_t lane = ep_lane_now();
-    const float *row = w->row;
+    const float *row = cursor->row;
 #pragma unroll
     for (uint32_t i = 0; i < C::BM / 32; i++, row += 32 * scales->a_row)
         if (lane + 32 * i < num_rows) ep_cp_async_4(rows + 4 * lane + 128 * i, row);
-    if (lane < 2 * C::NUM_PIECES) ep_cp_async_4(cols + 4 * lane, w->col);
-    w->row += scales->a_k;
-    w->col += scales->b_k;
+    if (lane < 2 * C::NUM_PIECES) ep_cp_async_4(cols + 4 * lane, cursor->col);
+    cursor->row += scales->a_k;
+    cursor->col += scales->b_k;
 }
 
 /* Start to copy the scales of a stage, whose values of k begin at k. The stage is full when all lanes' copies
  * are complete. */
 template <typename C>
-EP_PTX void ep_gemm_stage_scales(const EpGemmScales *scales, EpGemmScaleWalk *w, const EpGemmTile *t,
+EP_PTX void ep_gemm_stage_scales(const EpGemmScales *scales, EpGemmScaleCursor *cursor, const EpGemmTile *t,
                                  uint32_t k, const EpGemmShared *s, uint32_t stage) {
     const uint32_t slot = ep_gemm_slot<C>(s, stage);
 #pragma unroll
     for (uint32_t kk = 0; kk < C::K_BOXES; kk++)
         if (kk == 0 || k + kk * C::BOX_K < t->num_k)
-            ep_gemm_scales_copy<C>(scales, w, t->num_rows, slot + 4 * C::BM * kk,
+            ep_gemm_scales_copy<C>(scales, cursor, t->num_rows, slot + 4 * C::BM * kk,
                                    slot + 4 * C::BM * C::K_BOXES + 8 * kk);
     ep_cp_async_mbar_arrive(s->full + 8 * stage);
 }
@@ -73,13 +74,13 @@ template <typename C, typename Hooks>
 EP_PTX void ep_gemm_load_scales(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
     EpRing ring = {0, 0};
     for (;;) {
-        ep_gemm_wait<C>(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
+        ep_gemm_wait<C>(ep_gemm_info_ready<C>(s, ring.stage), ring.parity, p->limit_ns);
         const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
         if (t.num_rows == 0) break;
-        EpGemmScaleWalk w = ep_gemm_scales_begin<C>(p, hooks.scales, &t);
+        EpGemmScaleCursor cursor = ep_gemm_scales_begin<C>(p, hooks.scales, &t);
         for (uint32_t k = 0; k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
-            if (k) ep_gemm_wait<C>(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
-            ep_gemm_stage_scales<C>(hooks.scales, &w, &t, k, s, ring.stage);
+            if (k) ep_gemm_wait<C>(ep_gemm_info_ready<C>(s, ring.stage), ring.parity, p->limit_ns);
+            ep_gemm_stage_scales<C>(hooks.scales, &cursor, &t, k, s, ring.stage);
         }
     }
     ep_mbar_arrive(s->full + 8 * ring.stage);
@@ -160,14 +161,14 @@ template <typename C> EP_PTX uint32_t ep_gemm_staging(const EpGemmShared *s) {
     if constexpr (C::IS_MEGA) asm volatile("" : "+r"(warp)); /* compute it again, where registers lack */
     return s->staging + (warp - 4) * EP_GEMM_OUT_STAGING;
 }
-template <typename C> EP_PTX void ep_gemm_keep_tile(const EpGemmShared *s, const EpGemmTile *t) {
+template <typename C> EP_PTX void ep_gemm_save_tile(const EpGemmShared *s, const EpGemmTile *t) {
     __syncwarp(); /* every lane has read the note of the tile before */
     if (threadIdx.x % 32 == 0)
         ep_st_shared(ep_gemm_staging<C>(s) + EP_GEMM_OUT_STAGING - 16, t->expert, t->row0, t->num_rows,
                      t->col0);
     __syncwarp();
 }
-template <typename C> EP_PTX EpGemmTile ep_gemm_kept_tile(const EpGemmShared *s) {
+template <typename C> EP_PTX EpGemmTile ep_gemm_saved_tile(const EpGemmShared *s) {
     const uint4 note = ep_ld_shared(ep_gemm_staging<C>(s) + EP_GEMM_OUT_STAGING - 16);
     return {note.x, note.y, note.z, note.w, 0, 0, 0};
 }
@@ -175,7 +176,7 @@ template <typename C> EP_PTX EpGemmTile ep_gemm_kept_tile(const EpGemmShared *s)
 template <typename C, int PIECE, int AT_ONCE>
 EP_PTX void ep_gemm_write_piece(EpGemmDeferred<typename C::Piece> *v, EpGemmPiece &d, const EpGemmParams *p,
                                 const EpGemmShared *s) {
-    EpGemmTile t = ep_gemm_kept_tile<C>(s);
+    EpGemmTile t = ep_gemm_saved_tile<C>(s);
     t.col0 += 128 * PIECE;
     ep_gemm_defer<typename C::Piece, AT_ONCE>(v, d, p, &t, threadIdx.x / 128 - 1, ep_gemm_staging<C>(s));
 }
@@ -246,7 +247,7 @@ EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpG
     EpGemmPiece d0, d1, part;
     EpGemmRows a;
     uint32_t n = 0; /* stages before */
-    ep_gemm_keep_tile<C>(s, &none);
+    ep_gemm_save_tile<C>(s, &none);
     if (group == 1) ep_bar_arrive(2, 256); /* the first turn */
     for (;;) {
         ep_gemm_await_stage<C>(p, s, n);
@@ -262,11 +263,11 @@ EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpG
         ep_gemm_start_piece<C, 0, true>(part, a, s, n % C::STAGES, takes_turns);
         EpGemmDeferred<typename C::Piece> v;
         ep_gemm_write_piece<C, 1, C::Piece::PARTS>(&v, d1, p, s);
-        ep_gemm_keep_tile<C>(s, &t);
+        ep_gemm_save_tile<C>(s, &t);
 #pragma unroll
         for (int i = 0; i < 64; i++) d0[i] = d1[i] = 0;
         ep_gemm_mma_pieces<C>(d0, d1, part, a, p, hooks, takes_turns, s, &n);
-        hooks.tile_written(ep_gemm_kept_tile<C>(s), group, begun);
+        hooks.tile_written(ep_gemm_saved_tile<C>(s), group, begun);
     }
     EpGemmDeferred<typename C::Piece> v;
     ep_gemm_write_piece<C, 1, C::Piece::PARTS>(&v, d1, p, s);

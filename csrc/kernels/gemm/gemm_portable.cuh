@@ -8,7 +8,7 @@
 #include <mma.h>
 
 #include "kernels/gemm/gemm_epilogue.cuh"
-#include "kernels/gemm/gemm_tiles.h"
+#include "kernels/gemm/gemm_tile_scheduler.h"
 
 enum {
     EP_SIMPLE_TILE = 64,
@@ -79,10 +79,10 @@ template <int ACT, bool F16, bool ACCUMULATES> __global__ void __launch_bounds__
     const uint32_t m0 = threadIdx.x / 64 * 32,
                    n0 = threadIdx.x / 32 % 2 * 32; /* first row and column of the warp */
     const bool a_by_row = p.kind != EP_GEMM_WGRAD, b_by_row = p.kind == EP_GEMM_FORWARD;
-    EpGemmWalk w = {0};
+    EpGemmTileScheduler sched = {0};
     EpGemmTile t;
-    ep_walk_enter(&p, EP_SIMPLE_TILE, 1, &w);
-    for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &w, n, &t);
+    ep_tile_scheduler_enter(&p, EP_SIMPLE_TILE, 1, &sched);
+    for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &sched, n, &t);
          n += gridDim.x) {
         wmma::fragment<wmma::accumulator, 16, 16, 16, float> acc[2][2];
         for (int i = 0; i < 4; i++) wmma::fill_fragment(acc[i / 2][i % 2], 0.0f);

@@ -49,10 +49,10 @@ template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS
     __shared__ float results[EP_SIMPLE_TILE * EP_SIMPLE_OUT_PITCH]; /* a thread has the same ones each time */
     /* first row and column of the warp */
     const uint32_t m0 = threadIdx.x / 64 * 32, n0 = threadIdx.x / 32 % 2 * 32;
-    EpGemmWalk w = {0};
+    EpGemmTileScheduler sched = {0};
     EpGemmTile t;
-    ep_walk_enter(&p, EP_SIMPLE_TILE, 1, &w);
-    for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &w, n, &t);
+    ep_tile_scheduler_enter(&p, EP_SIMPLE_TILE, 1, &sched);
+    for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &sched, n, &t);
          n += gridDim.x) {
         for (uint32_t block = 0; block * EP_GEMM_SCALE_BLOCK < t.num_k; block++) {
             const uint32_t k0 = block * EP_GEMM_SCALE_BLOCK;

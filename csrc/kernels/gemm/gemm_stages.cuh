@@ -20,15 +20,16 @@ enum {
 template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false, BY_BLOCK = false,
-                          ACCUMULATES = false, KEEPS = false;
-    /* The warp that loads scales, if there are any: the producer's, or one that it tells of each stage. */
-    static constexpr bool WARP_PRODUCES = false, TELLS = false;
+                          ACCUMULATES = false, SAVES = false;
+    /* The warp that loads scales, if there are any: the producer's, or one of its own (SCALE_WARP), to which
+     * the producer signals each stage. */
+    static constexpr bool WARP_PRODUCES = false, SCALE_WARP = false;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
-    /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
-    static constexpr bool FEW_ROWS = BN == 64;
-    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
-    static constexpr int A_ROWS = FEW_ROWS ? 16 : 64; /* rows of a TMA box */
-    static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;
+    /* Small M (few rows per expert): tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
+    static constexpr bool SMALL_M = BN == 64;
+    static constexpr int BM = SMALL_M ? 32 : EP_GEMM_BM;
+    static constexpr int A_ROWS = SMALL_M ? 16 : 64; /* rows of a TMA box */
+    static constexpr int K_BOXES = SMALL_M ? 4 : 1;
     static constexpr int BOX_K = EP_GEMM_BK, BK = K_BOXES * BOX_K;
     static constexpr int A_SLAB = BM * EP_GEMM_BK * 2;
     static constexpr int B_SLAB = BN * EP_GEMM_BK * 2; /* 64 values of k */
@@ -49,10 +50,10 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int BURST_GROUP = 8 * BURST_PITCH;
     static constexpr int NUM_BURST_GROUPS = (EP_CTA_SMEM_BYTES - RING_BYTES) / (BURST_GROUP + 16);
     static constexpr int OUT_BYTES =
-        FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING;
+        SMALL_M ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING;
     static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES;
     static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
-    static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "room for the groups of a tile");
+    static_assert(!SMALL_M || NUM_BURST_GROUPS >= BM / 8, "room for the groups of a tile");
     static_assert(OUT_GROUPS % PASS == 0, "staging buffers of up to 128 columns");
     static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD,
                   "the boxes of the other kinds are adjacent with one box of k");
@@ -75,7 +76,7 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     struct Piece : EpGemmConfig<EP_GEMM_FORWARD, 128, ACT, F16> {
         static constexpr int ACT_GROUPS = 2;
     };
-    static constexpr bool FP8 = true, BY_BLOCK = BY_BLOCK_, TELLS = BY_BLOCK, IS_MEGA = false;
+    static constexpr bool FP8 = true, BY_BLOCK = BY_BLOCK_, SCALE_WARP = BY_BLOCK, IS_MEGA = false;
     /* A tile has gate columns and up columns, which have different scales. */
     static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
     static constexpr int NUM_PIECES = BN_ == 256 ? 2 : 1;
@@ -87,10 +88,10 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     static constexpr int NUM_BURST_GROUPS =
         (EP_CTA_SMEM_BYTES - Of16Bits::RING_BYTES - SCALE_BYTES) / (Of16Bits::BURST_GROUP + 16);
     static constexpr int OUT_BYTES =
-        Of16Bits::FEW_ROWS ? NUM_BURST_GROUPS * (Of16Bits::BURST_GROUP + 16) : Of16Bits::OUT_BYTES;
+        Of16Bits::SMALL_M ? NUM_BURST_GROUPS * (Of16Bits::BURST_GROUP + 16) : Of16Bits::OUT_BYTES;
     static constexpr int SMEM_BYTES = Of16Bits::RING_BYTES + OUT_BYTES + SCALE_BYTES;
     static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
-    static_assert(!BY_BLOCK || BN_ == 64 || BN_ == 256, "one piece with few rows, two pieces with many");
+    static_assert(!BY_BLOCK || BN_ == 64 || BN_ == 256, "one piece for small M, two pieces for large M");
 };
 
 /* The same in a megakernel, whose MMA warps have fewer registers. */
@@ -100,7 +101,7 @@ template <int ACT, bool F16> struct EpGemmMegaFp8Config : EpGemmFp8Config<256, t
 /* In GEMM + combine the producer's warp loads the scales, so that three warps return rows, and not two.
  * Dispatch + GEMM is not faster with three (docs/experiments/megakernels.md, E-127). */
 template <bool F16> struct EpGemmCombineFp8Config : EpGemmMegaFp8Config<EP_ACT_NONE, F16> {
-    static constexpr bool TELLS = false, WARP_PRODUCES = true;
+    static constexpr bool SCALE_WARP = false, WARP_PRODUCES = true;
 };
 
 /* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that
@@ -120,12 +121,12 @@ template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     s.end = smem + C::SMEM_BYTES;
     return s;
 }
-/* BY_BLOCK: the slot of the scales of a stage. TELLS: an mbarrier, after the producer has written the stage's
- * info. */
+/* BY_BLOCK: the slot of the scales of a stage. SCALE_WARP: the mbarrier at which the producer
+ * arrives after it has written the stage's info. */
 template <typename C> EP_PTX uint32_t ep_gemm_slot(const EpGemmShared *s, uint32_t stage) {
     return s->end - C::SCALE_BYTES + stage * C::SCALE_SLOT;
 }
-template <typename C> EP_PTX uint32_t ep_gemm_told(const EpGemmShared *s, uint32_t stage) {
+template <typename C> EP_PTX uint32_t ep_gemm_info_ready(const EpGemmShared *s, uint32_t stage) {
     return s->end - 8 * (C::STAGES - stage);
 }
 EP_PTX void ep_gemm_put_tile(uint32_t info, const EpGemmTile *t) {
@@ -164,6 +165,6 @@ EP_PTX void ep_gemm_release_stage(uint32_t empty) {
 
 /* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */
 template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS =
-    !Hooks::FUSED && !C::FEW_ROWS && !C::ACCUMULATES && !C::KEEPS;
+    !Hooks::FUSED && !C::SMALL_M && !C::ACCUMULATES && !C::SAVES;
 
 #endif /* EP_GEMM_STAGES_CUH */

@@ -25,16 +25,17 @@
     X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)          \
     X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
 
-/* With few tokens per expert, loading the weights takes most of the time. So a pipeline stage has 512 bytes
- * of each of 64 weight rows, and tiles have 32 rows of tokens. More tokens per expert: correct but slower. */
-#define EP_GEMM_FEW_VARIANTS(X)             \
+/* Small M: with few tokens per expert, loading the weights takes most of the time. So a pipeline stage has
+ * 512 bytes of each of 64 weight rows, and tiles have 32 rows of tokens. More tokens per expert: correct but
+ * slower. */
+#define EP_GEMM_SMALL_M_VARIANTS(X)         \
     X(EP_GEMM_FORWARD, 64, EP_ACT_NONE)     \
     X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)     \
     X(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU)   \
     X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)  \
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_GATE) \
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_UNGATED)
-EP_PURE bool ep_gemm_has_few_rows(const EpGemmParams *p) {
+EP_PURE bool ep_gemm_is_small_m(const EpGemmParams *p) {
     return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
 }
 

@@ -1,11 +1,11 @@
 /* gemm_write.cuh - the epilogue of the grouped GEMM for Hopper: from accumulators to global memory.
  *
- * Exports ep_gemm_defer and ep_gemm_write_deferred. gemm_few.cuh writes tiles with few rows.
+ * Exports ep_gemm_defer and ep_gemm_write_deferred. gemm_small_m.cuh writes tiles for small M.
  * C is an EpGemmConfig. Invariant: only rows and columns that exist are written. */
 #ifndef EP_GEMM_WRITE_CUH
 #define EP_GEMM_WRITE_CUH
 #include "kernels/gemm/gemm_epilogue.cuh"
-#include "kernels/gemm/gemm_tiles.h"
+#include "kernels/gemm/gemm_tile_scheduler.h"
 
 enum {
     /* bytes of a row in the staging buffer; consecutive rows start in different banks */

@@ -51,7 +51,7 @@ static size_t smem_of(const EpPlanParams *p) {
     return 4ul * Smem(&nowhere, p->comm.shape, ep_plan_sorts(p)).num_words(p->comm.shape);
 }
 enum { STATIC_BYTES = 1024 }; /* upper limit of the kernel's static shared memory */
-static cudaError_t room_for_smem(uint32_t *num_bytes) {
+static cudaError_t max_smem(uint32_t *num_bytes) {
     EpCapabilities c;
     const cudaError_t e = (cudaError_t)ep_capabilities(&c);
     if (e == cudaSuccess) *num_bytes = c.smem_bytes - STATIC_BYTES;
@@ -60,8 +60,8 @@ static cudaError_t room_for_smem(uint32_t *num_bytes) {
 
 extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
     EpPlanParams q = *p;
-    uint32_t room, num_blocks;
-    cudaError_t e = room_for_smem(&room);
+    uint32_t most, num_blocks;
+    cudaError_t e = max_smem(&most);
     if (e == cudaSuccess)
         e = ep_resident_blocks(num_plan_ctas((uint64_t)q.num_tokens * q.comm.shape.num_topk),
                                q.comm.reserve_sms, &num_blocks);
@@ -69,17 +69,17 @@ extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
     /* Sorting counts a CTA's tokens per expert in 16 bits. */
     if (EP_WARPS * (uint64_t)ep_ceil_div_u32(q.num_tokens, num_blocks * EP_WARPS) > UINT16_MAX)
         q.sort_slots = 0;
-    if (smem_of(&q) > room)
+    if (smem_of(&q) > most)
         /* With many experts, a smaller GPU may not have enough shared memory for sorting. */
         q.sort_slots = 0;
-    if (smem_of(&q) > room) return (int)cudaErrorLaunchOutOfResources;
+    if (smem_of(&q) > most) return (int)cudaErrorLaunchOutOfResources;
     const bool options = q.padding.alignment || q.host_counts;
     return (int)ep_launch_resident(options ? plan_kernel<true> : plan_kernel<false>, num_blocks, EP_WARPS + 1,
                                    smem_of(&q), stream, q);
 }
 extern "C" int ep_preload_plan(void) {
-    uint32_t room;
-    cudaError_t e = room_for_smem(&room);
-    if (e == cudaSuccess) e = ep_allow_smem(plan_kernel<false>, room);
-    return (int)(e == cudaSuccess ? ep_allow_smem(plan_kernel<true>, room) : e);
+    uint32_t most;
+    cudaError_t e = max_smem(&most);
+    if (e == cudaSuccess) e = ep_allow_smem(plan_kernel<false>, most);
+    return (int)(e == cudaSuccess ? ep_allow_smem(plan_kernel<true>, most) : e);
 }

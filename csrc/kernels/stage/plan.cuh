@@ -3,7 +3,7 @@
  * Each CTA has a range of tokens, and each of its EP_WARPS warps a part of it.
  *   count      each warp counts its choices per expert, in a histogram in shared memory
  *   scan       prefix sums over the CTA's warps; then, after one grid barrier, over CTAs
- *   exchange   every rank writes its counts to every rank
+ *   all-gather every rank writes its counts to every rank
  *   place      each warp walks through its choices again, in order; __match_any_sync ranks equal experts
  *              among the 32 lanes
  *
@@ -160,7 +160,7 @@ EP_FN void store_cell(const Params &p, const Smem &m, Verdict *v, uint32_t j, ui
 }
 
 /* Write this rank's cells to all ranks (CTA b writes to rank b), and read the cells of all ranks. */
-EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
+EP_FN bool all_gather_counts(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const uint32_t cells = m.cells, first_wrong = ep_first_wrong(&p.comm.shape);
     const EpComm *c = &p.comm;
     const EpShape &s = c->shape;
@@ -370,7 +370,7 @@ EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
         }
     }
     __syncthreads();
-    if (!exchange(p, m, v, epoch)) return false;
+    if (!all_gather_counts(p, m, v, epoch)) return false;
     scan_experts(p, m, v);
     __syncthreads();
     const uint32_t r = threadIdx.x;
