@@ -2,7 +2,7 @@
 
 import torch
 
-from ...comm import node_errors as meeting
+from ...comm import validation
 from ...torch_modes import check_mode
 from ..fused import EpAll2AllFusedOp
 from ..fused_fp8 import check_no_gradients
@@ -42,7 +42,7 @@ class FusedOverNodes(OverNodes, EpAll2AllFusedOp):
             self._check_weights("dispatch + GEMM", (input, weight), None, self.hidden,
                                 (gemm_weight, gemm_scale, bias, activation))
         except Exception as error:
-            self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
+            self._meet(validation.PLAN if layout is None else validation.DISPATCH, error=error)
         layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
                                                buffer, gemm_weight, bias)
         with self._ending():
@@ -59,7 +59,7 @@ class FusedOverNodes(OverNodes, EpAll2AllFusedOp):
                                 (gemm_weight, gemm_scale, bias, None))
             self._check_rows("gemm_input", gemm_input, gemm_weight.shape[2], weight, layout)
         except Exception as error:
-            self._meet(meeting.COMBINE, error=error)
+            self._meet(validation.COMBINE, error=error)
 
         def combine():
             return self.team_layer.mega_group_gemm_combine(gemm_input, gemm_weight, layout.team, weight,
