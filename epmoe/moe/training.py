@@ -2,7 +2,6 @@
 
 import torch
 
-from ..gemm import wgrad  # noqa: F401  defines an operator
 from ..gemm.weight_gradients import WeightGradients
 from .parallel_parts import ScaledGradient
 
