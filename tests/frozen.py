@@ -350,13 +350,21 @@ def outputs(device, sizes, pattern):
 
 
 def names():
-    """The signature of each public name: functions, classes, their public methods and properties."""
+    """The signature of each public name: functions, classes, their public methods and properties.
+
+    It has names, kinds and defaults of parameters. make types checks the type hints.
+    """
     facts = {}
+
+    def signature(thing):
+        s = inspect.signature(thing)
+        parameters = [p.replace(annotation=p.empty) for p in s.parameters.values()]
+        return str(s.replace(parameters=parameters, return_annotation=s.empty))
 
     def add(path, thing):
         if inspect.isclass(thing) or inspect.isroutine(thing):
             try:
-                facts[f"name/{path}"] = str(inspect.signature(thing))
+                facts[f"name/{path}"] = signature(thing)
             except (ValueError, TypeError):
                 facts[f"name/{path}"] = "class" if inspect.isclass(thing) else "callable"
         else:
