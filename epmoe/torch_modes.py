@@ -26,6 +26,7 @@ _implementations: dict[str, Callable[..., Any]] = {}  # name of an operator -> f
 _PLAIN_KEYS = 0
 for _key in ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"):
     _PLAIN_KEYS |= DispatchKeySet(getattr(DispatchKey, _key)).raw_repr()
+_PYTHON_KEY = DispatchKeySet(DispatchKey.Python).raw_repr()  # of subclasses with a __torch_dispatch__
 
 
 def untraced(fn: _F) -> _F:
@@ -48,7 +49,7 @@ def implement(lib: torch.library.Library, name: str, fn: Callable[..., Any]) -> 
 
 def is_traced() -> bool:
     """Whether a compiler or a tracer runs this, which makes a program of the operators that it sees."""
-    return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return (torch.compiler.is_compiling() or torch.jit.is_tracing()
             or torch._C._len_torch_dispatch_stack() > 0
             and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS))
 
@@ -59,7 +60,7 @@ def is_watched() -> bool:
     If not, and if no gradient is needed, callers may bypass them.  A mode may be active on one rank alone,
     for example to count operations: it must not change which collective operations the rank makes.
     """
-    return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return (torch.compiler.is_compiling() or torch.jit.is_tracing()
             or torch._C._len_torch_dispatch_stack() > 0)
 
 
@@ -70,6 +71,11 @@ def requires_grad(*tensors: Tensor | None) -> bool:
             if t is not None and t.requires_grad:
                 return True
     return False
+
+
+def is_wrapper(t: Tensor) -> bool:
+    """Whether a tensor has its numbers elsewhere, as a DTensor or a FakeTensor has."""
+    return bool(torch._C._dispatch_keys(t).raw_repr() & _PYTHON_KEY)
 
 
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -75,7 +75,7 @@ def allocator_of(device: torch.device) -> Allocate:
     device, and does not fill the memory as torch.use_deterministic_algorithms() wants it.
     """
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    is_deterministic = torch._C._get_deterministic_algorithms
+    is_deterministic = torch.are_deterministic_algorithms_enabled
     current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: None
 
     def allocate(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -40,8 +40,9 @@ def new_group(name: str, ranks: list[int], backend: str, timeout_s: float,
     """
     c10d: Any = dist.distributed_c10d  # private names
     group, _ = c10d._new_process_group_helper(
-        len(ranks), ranks.index(dist.get_rank()), ranks, dist.Backend(backend), c10d._get_default_store(),
-        name, backend_options=options, timeout=datetime.timedelta(seconds=timeout_s), group_desc=name)
+        len(ranks), ranks.index(dist.get_rank()), ranks, dist.Backend(backend),
+        c10d._get_process_group_store(dist.group.WORLD), name, backend_options=options,
+        timeout=datetime.timedelta(seconds=timeout_s), group_desc=name)
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
 

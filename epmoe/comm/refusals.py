@@ -17,10 +17,9 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..torch_modes import is_watched
+from ..torch_modes import is_watched, is_wrapper
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_PYTHON_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).raw_repr()
 
 
 def is_told(error: BaseException) -> bool:
@@ -85,7 +84,7 @@ def check_plain(name: str, t: Any) -> None:
 
     Where a compiler or a mode of torch sees the operators, such tensors are its own.
     """
-    if not is_watched() and torch._C._dispatch_keys(t).raw_repr() & _PYTHON_KEY:
+    if not is_watched() and is_wrapper(t):
         kind = type(t).__name__
         advice = f"pass its part of this rank, {name}.to_local()" if hasattr(t, "to_local") else (
             "pass a torch.Tensor that has memory of its own")
