@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -444,7 +444,8 @@ class SymmetricHeap(Shared):
                              f"{tensor.numel()} signals")
         return self.offset(tensor) + 8 * index
 
-    def signal(self, tensor: Tensor, index: int, value: int, peer: int, op: str = "set") -> None:
+    def signal(self, tensor: Tensor, index: int, value: int, peer: int,
+               op: Literal["set", "add"] = "set") -> None:
         """Set, or add to, a word of a peer, in stream order: a release at system scope.  Not collective.
 
         What this rank has put at the peer before is readable there once the peer's wait has seen the word.
@@ -479,7 +480,7 @@ class SymmetricHeap(Shared):
             mark_written((tensor,))
         _C.heap_signal(self._c, word, value, int(op == "add"), peer, stream_of(self.device))
 
-    def wait(self, tensor: Tensor, index: int, value: int, cmp: str = "ge") -> None:
+    def wait(self, tensor: Tensor, index: int, value: int, cmp: Literal["ge", "eq"] = "ge") -> None:
         """Wait until a word of this rank has a value, in stream order: an acquire at system scope.
 
         On CUDA the stream waits, not the host.

@@ -363,11 +363,12 @@ def add_bias(y: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return (y + F.embedding(expert, wide)).to(y.dtype)
 
 
+# Its result is a tensor, or a tuple of two if out_dtype is FP8. "| Any" spares callers a check for the tuple.
 def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, offsets: Tensor | None = None,
                  bias: Tensor | None = None, activation: Activation | None = None,
                  row_weight: Tensor | None = None, a_scale: Tensor | None = None,
                  b_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
-                 portable: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+                 portable: bool = False) -> Tensor | Any:
     """Multiply rows, grouped by expert, with the weights of their experts.  Local to a rank.
 
     Row r of expert e gives activation(x[r] @ weight[e].T + bias[e]) * row_weight[r].  Differentiable in x,
