@@ -9,6 +9,7 @@
 # make report     write the tables and plots of README.md, docs/performance.md and docs/experiments
 # make wheels     build wheels in dist, for the CPU and with nvcc for CUDA, and use each in an empty environment
 # make docs       build the site in build/docs, with docs/requirements.txt in a venv; a warning is an error
+# make types      check the types of epmoe with mypy, without the integrations; make test does it too
 # make check      everything that a commit must pass: test with the long tests, format, style, the C tests in
 #                 full, the models of the protocol, the documents, and with nvcc the kernels
 # make tsan       the C tests with ThreadSanitizer
@@ -30,11 +31,11 @@
 #   3. a new .venv, made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench trace report wheels docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format check-style c-tests FORCE
+.PHONY: build demo test gpu bench trace report wheels docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format check-style types c-tests FORCE
 # Each test has a deadline and uses all cores. So the targets do not run in parallel.
 .NOTPARALLEL:
 
-NEEDED := torch numpy pytest xdist hypothesis transformers accelerate matplotlib rich setuptools wheel auditwheel clang_format
+NEEDED := torch numpy pytest xdist hypothesis transformers accelerate matplotlib rich setuptools wheel auditwheel clang_format mypy
 # The packages that an existing python3 must have. Targets that run tests need more packages.
 AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report wheels docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy transformers) \
     $(if $(filter wheels,$(MAKECMDGOALS)),auditwheel)
@@ -85,13 +86,14 @@ demo: build
 WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses $$(($$(nproc) < 3 ? $$(nproc) + 2 : 4)) --dist loadfile --no-loadscope-reorder
 ON_CPUS = $(PYTHON) -m pytest $(if $(filter check,$(MAKECMDGOALS)),--long) $(or $(ARGS),$$($(WORKERS)))
 
-# With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end.
-# On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all
+# First the types are checked. With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in
+# steps with a table at the end. On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all
 # ranks, each in one step. With 16 or more cores, the CPU part runs at the same time, and its output is
 # printed at the end. The C tests, most of whose time is waits, run beside all this. "make check test" runs
 # them once, in full.
 test: build
-	@code=0; cpu=; c=; trap 'kill $$c $$cpu 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	@code=0; $(MAKE) --no-print-directory types || code=1; \
+	cpu=; c=; trap 'kill $$c $$cpu 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
 	$(if $(filter check,$(MAKECMDGOALS)),,echo "the C tests run beside pytest; their output is printed at the end"; \
 	    $(PYTHON) tests/c/run_c_tests.py --quick > build/test_c.log 2>&1 & c=$$!;) \
 	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n if n > 1 else 4} if n else ()))'); \
@@ -137,6 +139,12 @@ check-format: | python
 # Check columns, chains of assignments, and circles of includes, calls and imports.
 check-style: | python
 	@$(PYTHON) tests/check_style.py
+
+# The configuration is in pyproject.toml. Other versions of mypy may report other errors.
+HAS_MYPY = grep -qx "mypy==$$($(PYTHON) -c 'from mypy.version import __version__ as v; print(v)' 2>/dev/null)" requirements-dev.txt
+types: | python
+	@if $(HAS_MYPY); then $(PYTHON) -m mypy --no-error-summary && echo "types: ok"; \
+	else mkdir -p build && echo "types (no mypy of the version in requirements-dev.txt)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
 format: | python
 	@$(IS_STYLED_BY) || { echo "needed: clang-format 19"; exit 1; }

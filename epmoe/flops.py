@@ -10,8 +10,12 @@ tensors, the device "meta", a captured CUDA graph) all rows of the tensor count.
 import importlib.util
 import math
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .a2a.ops import expert_offsets
 from .a2a.ops import layer_of
@@ -19,7 +23,7 @@ from .a2a.ops import layer_of
 _MODULE = "torch.utils.flop_counter"
 
 
-def _num_rows(offsets, rows):
+def _num_rows(offsets: Tensor, rows: Tensor) -> int:
     """Return how many of these rows belong to an expert."""
     most = rows.shape[0]
     cannot_read = (type(offsets) is not torch.Tensor or offsets.device.type == "meta"
@@ -30,56 +34,64 @@ def _num_rows(offsets, rows):
     return min(max(ends[-1] - ends[0], 0), most)
 
 
-def _product(offsets, rows, *weights):
+def _product(offsets: Tensor, rows: Tensor, *weights: Tensor) -> int:
     """Return the operations of a product of rows with each of some weights [L, N, K]."""
     return 2 * _num_rows(offsets, rows) * sum(math.prod(w.shape[1:]) for w in weights)
 
 
-def _product_of_layer(layer, plan, rows, *weights):
+def _product_of_layer(layer: int, plan: Tensor, rows: Tensor, *weights: Tensor) -> int:
     return _product(expert_offsets(layer_of(layer), plan), rows, *weights)
 
 
 # The arguments have the names of the operators' schemas.
 
 
-def _grouped_gemm(a, b, offsets, *_, out_val, **__):
+def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
     kind_is_wgrad = b.dim() == 2
     return _product(offsets, a, out_val if kind_is_wgrad else b)
 
 
-def _grouped_gemm_fp8(a, b, a_scale, b_scale, offsets, *_, **__):
+def _grouped_gemm_fp8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *_: Any,
+                      **__: Any) -> int:
     return _product(offsets, a, b)
 
 
-def _grouped_wgrad_add(a, b, offsets, out, *_, **__):
+def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, *_: Any, **__: Any) -> int:
     return _product(offsets, a, out)
 
 
-def _dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, *_, out_val, **__):
+def _dispatch_gemm(x: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, bias: Any, layer: int, *_: Any,
+                   out_val: list[Tensor], **__: Any) -> int:
     return _product_of_layer(layer, plan, out_val[0], gemm_weight)
 
 
-def _dispatch_gemm_fp8(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, *_, out_val, **__):
+def _dispatch_gemm_fp8(x: Any, x_scale: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, gemm_scale: Any,
+                       bias: Any, layer: int, *_: Any, out_val: list[Tensor], **__: Any) -> int:
     return _product_of_layer(layer, plan, out_val[0], gemm_weight)
 
 
-def _gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, *_, **__):
+def _gemm_combine(a: Tensor, gemm_weight: Tensor, bias: Any, row_weight: Any, plan: Tensor, recv: Any,
+                  layer: int, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, a, gemm_weight)
 
 
-def _gemm_combine_fp8(a, a_scale, gemm_weight, gemm_scale, bias, row_weight, plan, recv, layer, *_, **__):
+def _gemm_combine_fp8(a: Tensor, a_scale: Any, gemm_weight: Tensor, gemm_scale: Any, bias: Any,
+                      row_weight: Any, plan: Tensor, recv: Any, layer: int, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, a, gemm_weight)
 
 
-def _experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, *_, out_val, **__):
+def _experts(x: Any, weight: Any, plan: Tensor, gate_up: Tensor, gate_up_bias: Any, down: Tensor,
+             down_bias: Any, layer: int, *_: Any, out_val: list[Tensor], **__: Any) -> int:
     return _product_of_layer(layer, plan, out_val[1], gate_up, down)
 
 
-def _experts_backward_down(dy, plan, down, down_bias, h, row_weight, layer, *_, **__):
+def _experts_backward_down(dy: Any, plan: Tensor, down: Tensor, down_bias: Any, h: Tensor, row_weight: Any,
+                           layer: int, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, h, down)
 
 
-def _experts_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, *_, **__):
+def _experts_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Any, plan: Tensor, recv: Any,
+                         layer: int, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, d_h, gate_up)
 
 
@@ -87,7 +99,7 @@ _FORMULAS = (_grouped_gemm, _grouped_gemm_fp8, _grouped_wgrad_add, _dispatch_gem
              _gemm_combine, _gemm_combine_fp8, _experts, _experts_backward_down, _experts_backward_up)
 
 
-def _register(flop_counter):
+def _register(flop_counter: ModuleType) -> None:
     for formula in _FORMULAS:
         operator = getattr(torch.ops.epmoe, formula.__name__[1:])
         flop_counter.register_flop_formula(operator, get_raw=True)(formula)
@@ -100,22 +112,25 @@ class _WhenImported:
     takes the formulas that are registered when it is created, so the first call of an operator is too late.
     """
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name != _MODULE or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
+        loader: Any = spec and spec.loader
+        if loader is None:
+            return None
+        execute = loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: ModuleType) -> None:
             execute(module)
             _register(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
-def install():
+def install() -> None:
     """Register the formulas now, or when torch.utils.flop_counter is imported."""
     if _MODULE in sys.modules:
         _register(sys.modules[_MODULE])

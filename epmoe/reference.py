@@ -7,14 +7,20 @@ rank. "Per rank" means a list with one entry for each rank.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from .gemm.activations import activate
+from .gemm.activations import Activation, activate
+
+Plan: TypeAlias = dict[str, Any]  # what plan returns
 
 
-def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):
+def plan(indices: Sequence[Tensor], num_experts: int, expert_alignment: int = 1,
+         expert_capacity: int | None = None) -> Plan:
     """Compute where every choice goes.
 
     Args:
@@ -42,7 +48,7 @@ def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):
     local = num_experts // num_ranks
     counts = torch.zeros(num_ranks, num_experts, dtype=torch.int64, device="cpu")
     send_tokens = torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device="cpu")
-    entries = []  # (expert, source, token, choice) of every choice that is not dropped
+    of_ranks = []  # (expert, source, token, choice) of every choice that is not dropped
     for w, idx in enumerate(indices):
         idx = idx.long().cpu()
         t, k = torch.nonzero((idx >= 0) & (idx < num_experts), as_tuple=True)
@@ -50,8 +56,8 @@ def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):
         counts[w] = torch.bincount(e, minlength=num_experts)
         for r in range(num_ranks):
             send_tokens[w, r] = torch.unique(t[e // local == r]).numel()
-        entries.append(torch.stack([e, torch.full_like(t, w), t, k], 1))
-    entries = torch.cat(entries)
+        of_ranks.append(torch.stack([e, torch.full_like(t, w), t, k], 1))
+    entries = torch.cat(of_ranks)
     order = torch.argsort(entries[:, 0], stable=True)  # the list is ordered by source, token, choice already
     entries = entries[order]
     token_row = [torch.full(tuple(i.shape), -1, dtype=torch.int64, device="cpu") for i in indices]
@@ -73,7 +79,7 @@ def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):
             "send_tokens": send_tokens}
 
 
-def dispatch(xs, p):
+def dispatch(xs: Sequence[Tensor], p: Plan) -> list[Tensor]:
     """Compute the rows that every rank receives.
 
     Args:
@@ -101,7 +107,7 @@ def dispatch(xs, p):
     return out
 
 
-def dispatch_weights(ws, p):
+def dispatch_weights(ws: Sequence[Tensor], p: Plan) -> list[Tensor]:
     """Compute the weights of the rows that every rank receives.
 
     Args:
@@ -128,7 +134,9 @@ def dispatch_weights(ws, p):
     return out
 
 
-def combine(ys, p, indices, num_experts, weights=None, local_combine=False, fp8=False):
+def combine(ys: Sequence[Tensor], p: Plan, indices: Sequence[Tensor], num_experts: int,
+            weights: Sequence[Tensor] | None = None, local_combine: bool = False,
+            fp8: bool = False) -> list[Tensor]:
     """Compute the sum of each token's rows.
 
     Products and sums are rounded to float32 one by one, over k = 0, 1, ...  With local_combine they go over
@@ -181,7 +189,7 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False, fp8=
     return out
 
 
-def quantize_fp8(x, pow2=False):
+def quantize_fp8(x: Tensor, pow2: bool = False) -> tuple[Tensor, Tensor]:
     """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers.
 
     The scale is the largest magnitude / 448, computed in float32.  A group of zeros has a tiny scale.  A NaN
@@ -216,7 +224,7 @@ def quantize_fp8(x, pow2=False):
     return q.flatten(-2), scales
 
 
-def quantize_fp8_weight(weight):
+def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise weights to float8_e4m3fn, with a scale for each block of 128 by 128 numbers.
 
     Args:
@@ -246,7 +254,7 @@ def quantize_fp8_weight(weight):
     return q.to(torch.float8_e4m3fn), scales
 
 
-def pack_ue8m0(scales):
+def pack_ue8m0(scales: Tensor) -> Tensor:
     """Pack scales that are powers of two: the exponent + 127 of each in a byte, four bytes in a word.
 
     Args:
@@ -271,7 +279,9 @@ def pack_ue8m0(scales):
     return exponents.unflatten(-1, (-1, 4)).contiguous().view(torch.int32).squeeze(-1)
 
 
-def moe(x, idx, weight, gate_up_proj, down_proj, activation="swiglu", gate_up_bias=None, down_bias=None):
+def moe(x: Tensor, idx: Tensor, weight: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
+        activation: Activation = "swiglu", gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None) -> Tensor:
     """Apply a Mixture-of-Experts layer, expert after expert.  Differentiable, for any floating-point dtype.
 
     Args:

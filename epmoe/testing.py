@@ -1,6 +1,7 @@
-"""Ranks for tests and examples: processes with a deadline, threads, and named routings."""
+"""Ranks for tests and examples: processes with a deadline, threads, shared GPUs, and named routings."""
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import multiprocessing.connection
@@ -10,21 +11,32 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .comm.rendezvous import environment
-from .comm.share_gpu import SIDE_BY_SIDE, collector_off, own_stream, set_device, shares_gpu, side_by_side
+from .comm.world import World, thread_worlds
 
 # No rank goes on, and perhaps ends, while others still connect to it.
 _INIT_BARRIER = {"TORCH_DIST_INIT_BARRIER": "1"}
 _GRACE_S = 5.0  # for the other ranks to fail by themselves after the first has failed
 _NO_RESULT = ("the process ended without a result: its stderr may say why (ranks are spawned, so fn must be "
               "importable, and not from a notebook or stdin)")
+# For ranks that are threads side by side on one GPU.  Set them before the process uses CUDA.
+SIDE_BY_SIDE = {
+    # By default all streams of a process share 8 hardware queues.  A kernel waits for the kernels before it
+    # in its queue, also for a kernel of another rank, which waits for this rank: a deadlock.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # The first use of a kernel that CUDA loads lazily may wait for all running kernels: the same deadlock.
+    "CUDA_MODULE_LOADING": "EAGER",
+}
 
 
-def meeting_place():
+def meeting_place() -> dist.TCPStore:
     """Open a store of torch.distributed where ranks on this machine can meet.
 
     The store's port is taken as long as the store lives, so no other program can take it before the first
@@ -43,17 +55,20 @@ def meeting_place():
                              master_listen_fd=os.dup(server.fileno()))
 
 
-def _end_with_parent():
+def _end_with_parent() -> None:
     """Start a thread that kills this process when its parent has ended, however the parent ended."""
 
-    def main():
-        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    def main() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        multiprocessing.connection.wait([parent.sentinel])
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=main, daemon=True, name="epmoe parent").start()
 
 
-def _rank_main(fn, rank, world_size, port, backend, args, pipe):
+def _rank_main(fn: Callable[..., Any], rank: int, world_size: int, port: int, backend: str | None,
+               args: tuple[Any, ...], pipe: Connection) -> None:
     _end_with_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
@@ -75,7 +90,8 @@ def _rank_main(fn, rank, world_size, port, backend, args, pipe):
         pipe.close()
 
 
-def run_ranks(fn, world_size, *args, timeout_s=300.0, backend="gloo", may_die=()):
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0,
+              backend: str | None = "gloo", may_die: Collection[int] = ()) -> list[Any]:
     """Run a function in several processes, one for each rank.  No process is left afterwards.
 
     This holds also after Ctrl-C, and when this process is killed: the ranks then end by themselves.  A rank
@@ -108,7 +124,7 @@ def run_ranks(fn, world_size, *args, timeout_s=300.0, backend="gloo", may_die=()
     """
     spawn = multiprocessing.get_context("spawn")
     store = meeting_place() if backend else None
-    processes, pipes, waiting = [], [], True
+    processes, pipes, is_done = [], [], False
     try:
         for rank in range(world_size):
             mine, theirs = spawn.Pipe(duplex=False)
@@ -120,9 +136,10 @@ def run_ranks(fn, world_size, *args, timeout_s=300.0, backend="gloo", may_die=()
             processes.append(p)
             pipes.append(mine)
         results, errors, waiting = _collect(pipes, timeout_s, may_die)
+        is_done = not waiting
     finally:  # also after Ctrl-C
         for p in processes:
-            p.join(0.0 if waiting else _GRACE_S)
+            p.join(_GRACE_S if is_done else 0.0)
             if p.is_alive():
                 p.kill()
                 p.join()
@@ -135,7 +152,8 @@ def run_ranks(fn, world_size, *args, timeout_s=300.0, backend="gloo", may_die=()
     return results
 
 
-def _collect(pipes, timeout_s, may_die):
+def _collect(pipes: list[Connection], timeout_s: float,
+             may_die: Collection[int]) -> tuple[list[Any], dict[int, str], dict[int, Connection]]:
     """Receive what the ranks send.
 
     Return the results, {rank: error}, and the ranks that are still running.
@@ -163,7 +181,8 @@ def _collect(pipes, timeout_s, may_die):
     return results, errors, waiting
 
 
-def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
+def run_threads(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0,
+                device: torch.device | str = "cpu") -> list[Any]:
     """Run a function in several threads of this process, which are the ranks of one world.
 
     Python's garbage collector is off while the ranks run: a collection while torch reads the state of a
@@ -172,7 +191,7 @@ def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
     On a GPU the ranks share it, side by side.  Each rank has a CUDA stream of its own and its own part of the
     SMs, so the kernels of all ranks really run at the same time.  One process for several ranks has limits:
 
-    - The variables of epmoe.comm.share_gpu.SIDE_BY_SIDE must be set before the process uses CUDA.
+    - The variables of epmoe.testing.SIDE_BY_SIDE must be set before the process uses CUDA.
       CUDA_MODULE_LOADING=LAZY is accepted, too.  Then let one rank do everything first, so that every kernel
       is loaded before ranks wait for each other.
     - Autograd has one thread for each GPU, which runs the backward of all ranks.  No backward may wait on the
@@ -205,18 +224,17 @@ def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
         [0, 1, 2]
     """
     shares = num_ranks > 1 and torch.device(device).type == "cuda"
-    with side_by_side() if shares else collector_off():
+    with _side_by_side() if shares else collector_off():
         return _run_threads(fn, num_ranks, args, timeout_s, device)
 
 
-def _run_threads(fn, num_ranks, args, timeout_s, device):
-    from .comm.world import thread_worlds
-
+def _run_threads(fn: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], timeout_s: float,
+                 device: torch.device | str) -> list[Any]:
     worlds = thread_worlds(num_ranks, timeout_s)
     results = [None] * num_ranks
     errors = {}
 
-    def main(rank):
+    def main(rank: int) -> None:
         try:
             with own_stream(device):
                 results[rank] = fn(worlds[rank], *args)
@@ -240,12 +258,127 @@ def _run_threads(fn, num_ranks, args, timeout_s, device):
     return results
 
 
+def shares_gpu() -> bool:
+    """Return whether EPMOE_SHARE_GPU=1 allows several ranks on one GPU, for development and tests.
+
+    Returns:
+        True or False.
+
+    Examples:
+        >>> from epmoe.testing import shares_gpu
+        >>> type(shares_gpu())
+        <class 'bool'>
+    """
+    return os.environ.get("EPMOE_SHARE_GPU") == "1"
+
+
+def set_device(local_rank: int, num_local_ranks: int) -> torch.device:
+    """Make a GPU of this machine the current device of this rank.
+
+    With more local ranks than GPUs, ranks share GPUs.  epmoe allows that only with EPMOE_SHARE_GPU=1 on all
+    ranks.  NCCL refuses two ranks of one host on one GPU.  Therefore each rank then gets an NCCL_HOSTID of
+    its own, and NCCL uses sockets on the loopback interface.  Call this before the first NCCL communicator is
+    created.
+
+    Args:
+        local_rank: The number of this rank on this machine.
+        num_local_ranks: The number of ranks on this machine.
+
+    Returns:
+        The torch.device of GPU local_rank % (number of GPUs).
+
+    Raises:
+        RuntimeError: Without a GPU that torch can use.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe.testing import set_device
+        >>> device = set_device(0, 1) if torch.cuda.is_available() else torch.device("cpu")
+    """
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise RuntimeError("there is no GPU that torch can use")
+    if num_local_ranks > num_gpus:
+        # An inherited NCCL_HOSTID is replaced: all ranks would have the same.
+        os.environ["NCCL_HOSTID"] = f"epmoe-rank-{local_rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    device = torch.device("cuda", local_rank % num_gpus)
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Return a context manager that stops Python's garbage collector in this process.
+
+    Yields:
+        Nothing.
+
+    Examples:
+        >>> import gc
+        >>> from epmoe.testing import collector_off
+        >>> with collector_off():
+        ...     gc.isenabled()
+        False
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _side_by_side() -> Iterator[None]:
+    """Check that this process is prepared for ranks as threads on one GPU, and stop the garbage collector.
+
+    What frees CUDA memory waits for all kernels of the process.  The collector may free memory in any thread
+    at any time, also while kernels of other ranks wait for the rank of this very thread.
+    """
+    missing = " ".join(f"{name}={value}" for name, value in SIDE_BY_SIDE.items() if name not in os.environ)
+    if missing:
+        raise RuntimeError(f"ranks that are threads on one GPU can deadlock without {missing}: set it before "
+                           "the process uses CUDA")
+    gc.collect()
+    with collector_off():
+        yield
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device | str) -> Iterator[None]:
+    """Return a context manager that gives this thread a CUDA stream of its own.  On the CPU it does nothing.
+
+    Args:
+        device: The GPU, which becomes the current device of this thread, or "cpu".
+
+    Yields:
+        Nothing.
+
+    Examples:
+        >>> from epmoe.testing import own_stream
+        >>> with own_stream("cpu"):
+        ...     pass
+    """
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
 PATTERNS = ("uniform", "distinct", "one_expert", "one_rank", "own_rank", "heavy_drop", "all_dropped",
             "duplicates",
             "edges", "sentinels")
 
 
-def routing(pattern, num_tokens, topk, num_experts, num_ranks, rank, generator):
+def routing(pattern: str, num_tokens: int, topk: int, num_experts: int, num_ranks: int, rank: int,
+            generator: torch.Generator) -> torch.Tensor:
     """Return expert indices of a named pattern.
 
     Args:
@@ -273,13 +406,13 @@ def routing(pattern, num_tokens, topk, num_experts, num_ranks, rank, generator):
     """
     local = num_experts // num_ranks
 
-    def uniform(low=0, high=num_experts):
+    def uniform(low: int = 0, high: int = num_experts) -> torch.Tensor:
         return torch.randint(low, high, (num_tokens, topk), generator=generator, device="cpu")
 
-    def random(columns):
+    def random(columns: int) -> torch.Tensor:
         return torch.rand(num_tokens, columns, generator=generator, dtype=torch.float32, device="cpu")
 
-    def share(part):
+    def share(part: float) -> torch.Tensor:
         return random(topk) < part
 
     idx = uniform()

@@ -4,24 +4,32 @@ Torch sees neither what C writes nor tangents that C does not carry, and its dis
 microseconds for each call of an operator.  So calls bypass torch.ops.epmoe.* when nothing needs to see it.
 """
 
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
+
 import torch
+from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # The modes of torch's own tracers. All other dispatch modes only watch, or change single operators.
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 # Of an iterable of tensors. torch.autograd.graph.increment_version is the same, and takes twice the time.
 mark_written = torch._C._increment_version
-_implementations = {}  # name of an operator -> function
+_implementations: dict[str, Callable[..., Any]] = {}  # name of an operator -> function
 # The dispatch keys with which torch only calls the implementation.  epmoe's operators have no rules for
 # autocast, and _are_plain looks at gradients by itself.
 _PLAIN_KEYS = 0
 for _key in ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"):
     _PLAIN_KEYS |= DispatchKeySet(getattr(DispatchKey, _key)).raw_repr()
+_PYTHON_KEY = DispatchKeySet(DispatchKey.Python).raw_repr()  # of subclasses with a __torch_dispatch__
 
 
-def untraced(fn):
+def untraced(fn: _F) -> _F:
     """Mark fn, an operator's implementation, so that dynamo traces neither fn nor what fn calls.  Return fn.
 
     After a graph break the operator runs between two graphs, and dynamo would try to trace fn there.
@@ -33,30 +41,30 @@ def untraced(fn):
     return fn
 
 
-def implement(lib, name, fn):
+def implement(lib: torch.library.Library, name: str, fn: Callable[..., Any]) -> None:
     """Make fn the implementation of operator `name` of `lib`, on all devices, also for call()."""
     lib.impl(name, untraced(fn), "CompositeExplicitAutograd")
     _implementations[name] = fn
 
 
-def is_traced():
+def is_traced() -> bool:
     """Whether a compiler or a tracer runs this, which makes a program of the operators that it sees."""
-    return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return (torch.compiler.is_compiling() or torch.jit.is_tracing()
             or torch._C._len_torch_dispatch_stack() > 0
             and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS))
 
 
-def is_watched():
+def is_watched() -> bool:
     """Whether a compiler, a tracer or a dispatch mode needs to see the operators.
 
     If not, and if no gradient is needed, callers may bypass them.  A mode may be active on one rank alone,
     for example to count operations: it must not change which collective operations the rank makes.
     """
-    return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return (torch.compiler.is_compiling() or torch.jit.is_tracing()
             or torch._C._len_torch_dispatch_stack() > 0)
 
 
-def requires_grad(*tensors):
+def requires_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd records a call with these tensors (None is none)."""
     if torch.is_grad_enabled():
         for t in tensors:
@@ -65,7 +73,12 @@ def requires_grad(*tensors):
     return False
 
 
-def _are_plain(tensors):
+def is_wrapper(t: Tensor) -> bool:
+    """Whether a tensor has its numbers elsewhere, as a DTensor or a FakeTensor has."""
+    return bool(torch._C._dispatch_keys(t).raw_repr() & _PYTHON_KEY)
+
+
+def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether no tensor needs a gradient, and torch would do no more for them than call the implementation.
 
     It does more for subclasses, inside vmap, for negated views and on the device "meta", for example.
@@ -75,10 +88,10 @@ def _are_plain(tensors):
         if t is not None and (with_grad and t.requires_grad
                               or torch._C._dispatch_keys(t).raw_repr() & ~_PLAIN_KEYS):
             return False
-    return not torch._C._has_torch_function(tensors)  # of a subclass, or of a mode
+    return not torch.overrides.has_torch_function(tensors)  # of a subclass, or of a mode
 
 
-def call(name, tensors, *numbers):
+def call(name: str, tensors: tuple[Tensor | None, ...], *numbers: Any) -> Any:
     """Call torch.ops.epmoe.<name>, or its implementation if nothing needs to see the operator.
 
     Profilers list the operator only in the first case.
@@ -88,16 +101,16 @@ def call(name, tensors, *numbers):
     return _implementations[name](*tensors, *numbers)
 
 
-def is_plain():
+def is_plain() -> bool:
     """True outside of torch.func and of dual_level(), where check_mode has nothing to find.  A few 100 ns."""
     return peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
-def _has_tangent(tensors):
+def _has_tangent(tensors: tuple[Any, ...]) -> bool:
     return any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-def _check_tangents(tensors):
+def _check_tangents(tensors: tuple[Any, ...]) -> None:
     if _has_tangent(tensors):
         raise NotImplementedError("epmoe does not support forward-mode differentiation, but a tensor has a "
                                   "tangent (torch.autograd.forward_ad): use backward() or "
@@ -108,11 +121,11 @@ def _check_tangents(tensors):
 _check_untraced = torch._disable_dynamo(_check_tangents)
 
 
-def _is_batched_only(stack):
+def _is_batched_only(stack: list[Any]) -> bool:
     return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
-def check_mode(*tensors, may_batch=False):
+def check_mode(*tensors: Tensor | None, may_batch: bool = False) -> None:
     """Raise NotImplementedError inside a transform of torch.func, and for a tensor that has a tangent.
 
     The transforms would take the gradients of the operators for zeros, and forward-mode differentiation the
@@ -131,7 +144,7 @@ def check_mode(*tensors, may_batch=False):
         _check_tangents(tensors)
 
 
-def check_writable(name, *tensors):
+def check_writable(name: str, *tensors: Tensor | None) -> None:
     """Raise RuntimeError for a tensor that requires grad or has a tangent, as torch does for out=.
 
     Where this passes, the caller calls mark_written(tensors) before C writes them: a backward that has saved
@@ -145,7 +158,7 @@ def check_writable(name, *tensors):
                            f"written: pass detach() of it")
 
 
-def writing(tensors):
+def writing(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
     """Return a context in which tensors may be written in place, without gradients.
 
     What was made in inference mode can be written only there.
@@ -157,18 +170,18 @@ class _Joined(torch.autograd.Function):
     """The identity, whose result requires a gradient because `wants` does."""
 
     @staticmethod
-    def forward(ctx, x, wants):
+    def forward(ctx: Any, x: Tensor, wants: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         return None, None
 
 
 _wants = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
 
 
-def join_backward(x, weight, *parameters):
+def join_backward(x: Tensor, weight: Tensor, *parameters: Tensor | None) -> Tensor:
     """Return x [T, H], so that the backward of experts makes the same calls on all ranks.
 
     The backward sends the gradients of rows back to the ranks of their tokens only if x or weight requires a
@@ -183,7 +196,11 @@ def join_backward(x, weight, *parameters):
     return _Joined.apply(x, _wants)
 
 
-def allocator_of(device):
+# Takes sizes, strides and dtype.
+Allocate: TypeAlias = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+
+
+def allocator_of(device: torch.device) -> Callable[[], Allocate]:
     """Return a function that returns a function (sizes, strides, dtype), which allocates on the device.
 
     The second is asked for in each call.  Its tensors are uninitialised, and come from torch's allocator.
@@ -192,13 +209,13 @@ def allocator_of(device):
     torch.use_deterministic_algorithms() wants it.
     """
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    is_deterministic = torch._C._get_deterministic_algorithms
+    is_deterministic = torch.are_deterministic_algorithms_enabled
     is_cuda = device.type == "cuda"
 
-    def allocate(sizes, strides, dtype):
+    def allocate(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
-    def allocator():
+    def allocator() -> Allocate:
         if fast is None or is_deterministic() or is_cuda and torch._C._cuda_getDevice() != device.index:
             return allocate
         return fast

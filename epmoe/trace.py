@@ -4,11 +4,16 @@ Only a module built with EPMOE_TRACE=1 records anything.  The kernels of any oth
 """
 
 import json
+import os
+from collections.abc import Iterable
+from typing import Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import _C
+from .a2a.fused import EpAll2AllFusedOp
 from .comm.device import capabilities
 
 SPANS = dict(enumerate(_C.SPANS, 1))
@@ -41,7 +46,7 @@ class Trace:
         needs a GPU
     """
 
-    def __init__(self, op, buffer=0, room=512):
+    def __init__(self, op: EpAll2AllFusedOp, buffer: int = 0, room: int = 512) -> None:
         if op.device.type != "cuda":
             raise ValueError(f"the profiler is in the CUDA kernels, but the operator is on {op.device}: use "
                              f"a GPU")
@@ -51,15 +56,15 @@ class Trace:
         self.room = room
         self._raw = torch.zeros(blocks * _WARPS * room * 2, dtype=torch.int64, device=op.device)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         _C.layer_trace(self.op._c, self.buffer, self._raw, self.room)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         torch.cuda.synchronize(self.op.device)
         _C.layer_trace(self.op._c, self.buffer, None, 0)
 
-    def events(self):
+    def events(self) -> Tensor:
         """Return this rank's events.
 
         Time 0 is when this rank left its first "enter", which all ranks leave within some microseconds.
@@ -78,7 +83,7 @@ class Trace:
         zero = (begin + length)[entered].min() if entered.any() else begin.min() if len(begin) else 0
         return torch.stack([block, warp, begin - zero, length, span, of], 1)
 
-    def gather(self):
+    def gather(self) -> list[Tensor] | None:
         """Return the events of all ranks.  Collective over torch.distributed.
 
         Returns:
@@ -87,12 +92,12 @@ class Trace:
         mine = self.events()
         if not dist.is_initialized():
             return [mine]
-        out = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        out: list[Tensor] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(mine, out)
         return out
 
 
-def summary(events):
+def summary(events: Tensor) -> dict[str, tuple[int, float, float]]:
     """Sum up one rank's events by span.
 
     Args:
@@ -115,7 +120,7 @@ def summary(events):
     return found
 
 
-def busy(events, spans, bins=400):
+def busy(events: Tensor, spans: Iterable[str], bins: int = 400) -> tuple[Tensor, dict[str, Tensor]]:
     """Count the warps that are in each span, over time, for a plot.
 
     Args:
@@ -141,13 +146,13 @@ def busy(events, spans, bins=400):
     return (edges[:-1] + end / bins / 2) / 1e3, found
 
 
-def _role(warp):
+def _role(warp: int) -> str:
     if warp == 0:
         return "producer"
     return f"communication {warp}" if warp < 4 else f"mma {warp - 4}"
 
 
-def save(path, ranks):
+def save(path: str | os.PathLike[str], ranks: Iterable[Tensor]) -> None:
     """Write a Chrome trace, which Perfetto (ui.perfetto.dev) opens: a process per rank, a thread per warp.
 
     Args:

@@ -65,6 +65,7 @@ CONCERN = {
     "benchmarks/*": "bench*",
     "epmoe/a2a/internode/*": "nodes* node_* docstrings",
     "epmoe/comm/node*": "nodes* node_* docstrings",
+    "epmoe/comm/validation.py": "nodes*",
     "epmoe/comm/rail.py": "nodes*",
     "epmoe/gemm/activation*": "moe_activations *activation*",
     "epmoe/torch_modes.py": "gemm_direct written_tensors errors_forward_mode errors_gradients "
@@ -83,9 +84,8 @@ CONCERN = {
     "epmoe/comm/refusals.py": "errors_after errors_anywhere errors_gradients layer_gradients",
     "epmoe/reference.py": "plan_routing combine_sums moe_activations moe_module fp8 docstrings",
     "epmoe/comm/rendezvous.py": "world_meeting world_groups errors_meeting",
-    "epmoe/comm/share_gpu.py": "heap_sharing",
     "epmoe/moe/shards.py": "shards moe_experts",
-    "epmoe/testing.py": "world_deaths errors_local threads routing_patterns",
+    "epmoe/testing.py": "world_deaths errors_local threads routing_patterns heap_sharing",
     "epmoe/moe/guards.py": "shards moe_parallel",
     "epmoe/trace.py": "moe_traced bench_overlap",
     "epmoe/moe/experts.py": "experts_* moe_arguments moe_layer fused_gradients",
@@ -95,7 +95,7 @@ CONCERN = {
     "epmoe/moe/*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies moe_fp8",
     "epmoe/gemm/grouped.py": "gemm*",
     "epmoe/gemm/quantize.py": "fp8 fp8_quantize",
-    "epmoe/gemm/w*gr*.py": "moe_weight_gradients gemm_products *wgrad*",
+    "epmoe/gemm/weight_gradients.py": "moe_weight_gradients gemm_products gemm_accumulate",
 }
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "+": "-",
          "-": "+", "true": "false", "false": "true", "True": "False", "False": "True", "and": "or",

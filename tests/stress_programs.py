@@ -57,7 +57,7 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from epmoe.comm.share_gpu import collector_off
+from epmoe.testing import collector_off
 from rank_processes import process_ranks
 
 HANG_S = 150.0  # no thread takes that long

@@ -184,4 +184,4 @@ def test_experts_report_an_error_of_a_recomputed_forward_once(ranks):
     results = ranks(run, world_size=2, at_least=2)
     own_on_bad([got for got, *_ in results], "TypeError", "wanted bfloat16")
     assert [works for _, works, _ in results] == [True] * len(results)
-    assert [num for *_, num in results] == [0] * len(results)  # the module has reported it, and Python does not
+    assert [num for *_, num in results] == [0] * len(results)  # the module reports it, Python does not

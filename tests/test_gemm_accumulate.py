@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import epmoe.gemm.wgrad  # noqa: F401  defines the operator
+import epmoe
 from cases import generator, misaligned
 from test_gemm_products import EPS, SIZES, kernels, problem, rows_of_experts
 

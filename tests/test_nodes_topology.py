@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import epmoe
 from cases import outcome, process_ranks
 from epmoe import _C
-from epmoe.comm.node_layout import Card, check_layout, own_card
+from epmoe.comm.nodes import Card, check_layout, own_card
 from nodes_cases import run_nodes
 from pace import HANG_S, is_soon
 

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from .. import _C
 from ..comm.device import capabilities, pick_device, status_of, stream_of
 from ..comm.heap import SymmetricHeap
-from ..comm.node_layout import is_mesh
-from ..comm.nodes import Nodes
+from ..comm.nodes import Nodes, is_mesh
 from ..comm.refusals import check_plain, is_told, mark_told
 from ..comm.world import Shared, World
 from ..gemm.grouped import is_transposed

@@ -3,14 +3,14 @@
 import functools
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _C
 
 
-def pick_device(device=None):
+def pick_device(device: torch.device | str | None = None) -> torch.device:
     """Return the torch.device to work on.
 
     The argument decides; else EPMOE_BACKEND=cpu|cuda; else CUDA where there is a GPU and a CUDA build.
@@ -47,35 +47,36 @@ class Capabilities(NamedTuple):
 
 
 @functools.cache
-def capabilities(device):
+def capabilities(device: torch.device) -> Capabilities:
     """Return the Capabilities of a torch.device of type cuda.  The module has asked the runtime once."""
     return Capabilities(*_C.device_query(device.index))
 
 
-def stream_of(device):
+def stream_of(device: torch.device) -> int:
     """Return the current stream of a CUDA device as an integer, or 0 for the CPU."""
     try:
         return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     except RuntimeError:
-        if torch.cuda._is_in_bad_fork():
+        if not torch.cuda.is_initialized():
             return 0  # a forked child: the operation itself raises EpClosed
         raise
 
 
-def integer(name, value):
+def integer(name: str, value: Any) -> int:
     """Return a number as an int.  Raises TypeError for what is none, ValueError for one with a fraction."""
+    number: int | None
     try:
         number = int(value)
     except TypeError:
         raise TypeError(f"{name} {value!r}: must be an integer") from None
     except (ValueError, OverflowError):  # a text, NaN, infinity
         number = None
-    if number != value:
+    if number is None or number != value:
         raise ValueError(f"{name} {value!r}: must be an integer")
     return number
 
 
-def status_of(error):
+def status_of(error: BaseException) -> int:
     """Return the code with which this rank reports an exception to the other ranks."""
     # torch has no class for a lack of memory on the CPU
     is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
@@ -84,7 +85,7 @@ def status_of(error):
     return _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
 
 
-def include_dir():
+def include_dir() -> str:
     """Return the folder of epmoe_device.h, for the compiler's -I option.
 
     The header lets a kernel of your own use SymmetricHeap.device_handle(); see examples/06_device.py.

@@ -1,22 +1,201 @@
 """Nodes: the ranks of several nodes; a World on each node, and a rail for each local rank between them."""
 
+from __future__ import annotations
+
 import contextlib
+import datetime
+import hashlib
+import os
 import secrets
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeGuard
 
 import torch.distributed as dist
+from torch import Tensor
 
 from .. import _C
-from ..errors import EpClosed, EpError, EpMismatch, EpTimeout, PeerDied, PeerError
-from . import node_errors as meeting
-from .node_layout import Card, check_layout, group_of_mesh, is_mesh, own_card, sizes_of
+from ..errors import EpClosed, EpError, EpIndexError, EpMismatch, EpTimeout, PeerDied, PeerError
 from .node_links import NodeLinks
-from .rail import TorchRail, named, new_group
-from .rendezvous import DEFAULT_TIMEOUT_S, all_gather_bytes, checked_timeout_s, process_group
-from .world import Shared, World
+from .rail import TorchRail, is_open, named, new_group
+from .rendezvous import ADDRESS_BYTES, DEFAULT_TIMEOUT_S, all_gather_bytes, checked_timeout_s, process_group
+from .validation import (CLOSE, EXCHANGE, FAILED, FAILURE, INDEX, OPS, VERDICT_BYTES, Header, Verdict,
+                         disagreement, raise_verdict, worst)
+from .world import BytesLike, Shared, World
 
-_of_group = {}  # id(group) -> Nodes: one serves all layers of a group
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_of_group: dict[int, Nodes] = {}  # id(group) -> Nodes: one serves all layers of a group
 _CODES = {EpTimeout: _C.ETIMEOUT, EpMismatch: _C.EMISMATCH, EpClosed: _C.ECLOSED}  # others: EPEERDIED
 _VERDICT_S = 5.0  # how long a rank waits for the name of a rank that has died: NodeLinks needs 3 s at most
+
+_HOST_BYTES = 8
+_of_mesh: dict[tuple[int, ...], ProcessGroup] = {}  # ranks -> group: Nodes that are made again use it again
+_NAME_BYTES = ADDRESS_BYTES - 8 - _HOST_BYTES
+
+
+# ---- which rank is on which node ----
+
+
+class Card(NamedTuple):
+    """What a rank tells the others before they form nodes."""
+
+    abi: int  # of the protocol
+    local_size: int  # ranks of a node, as this rank was told; 0: this rank cannot take part
+    host: bytes  # equal on two ranks exactly if they can share memory
+    name: str  # of the host, for people, perhaps cut
+
+    def pack(self) -> bytes:
+        """Return the card in the form of an address without a name, which no World accepts (rendezvous.py).
+
+        So ranks of one group that disagree whether they are one node raise an error, instead of taking cards
+        for addresses.
+        """
+        name = self.name.encode(errors="replace")[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        return (b"\0N" + self.abi.to_bytes(4, "little") + self.local_size.to_bytes(2, "little") + self.host
+                + name)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Card | None:
+        """Return the Card, or None where a rank sent the address of a World."""
+        if raw[:2] != b"\0N":
+            return None
+        host = raw[8 : 8 + _HOST_BYTES]
+        name = raw[8 + _HOST_BYTES :].rstrip(b"\0").decode(errors="replace")
+        return cls(int.from_bytes(raw[2:6], "little"), int.from_bytes(raw[6:8], "little"), host, name)
+
+
+def own_card(local_size: int) -> Card:
+    """Return the Card of this process."""
+    parts = [socket.gethostname(), str(os.getuid())]
+    try:  # the sockets of a World have names inside of a network namespace
+        parts.append(os.readlink("/proc/self/ns/net"))
+        with open("/proc/sys/kernel/random/boot_id") as f:
+            parts.append(f.read())
+    except OSError:
+        pass
+    host = hashlib.sha256("\n".join(parts).encode()).digest()[:_HOST_BYTES]
+    return Card(_C.ABI_VERSION, local_size, host, parts[0])
+
+
+def is_mesh(group: Any) -> TypeGuard[DeviceMesh]:
+    """Whether group is a DeviceMesh of two dimensions: nodes x local."""
+    return hasattr(group, "get_group") and hasattr(group, "mesh") and group.ndim == 2
+
+
+def group_of_mesh(mesh: DeviceMesh, timeout_s: float) -> ProcessGroup:
+    """Return a process group of all ranks of a DeviceMesh, in the order of the mesh."""
+    ranks = mesh.mesh.flatten().tolist()
+    whole = dist.group.WORLD
+    if whole is not None and ranks == dist.get_process_group_ranks(whole):
+        return whole
+    group = _of_mesh.get(tuple(ranks))
+    if group is None or not is_open(group):  # also where the default group was made again
+        group = _of_mesh[tuple(ranks)] = dist.new_group(
+            ranks, timeout=datetime.timedelta(seconds=timeout_s), use_local_synchronization=True)
+    return group
+
+
+def sizes_of(group: ProcessGroup | DeviceMesh | None, local_world_size: int | None = None) -> tuple[int, int]:
+    """Return (ranks of the group, ranks of a node) of a ProcessGroup, a DeviceMesh or None.
+
+    Without local_world_size and without a mesh of two dimensions, LOCAL_WORLD_SIZE says how many ranks the
+    launcher started on a node.  A group of no more ranks than that is taken for a part of one node.
+    """
+    if is_mesh(group):
+        size = group.mesh.numel()
+        local = group.mesh.shape[1]
+        if local_world_size is not None and local_world_size != local:
+            raise ValueError(f"local_world_size={local_world_size}, but the DeviceMesh has {local} ranks in "
+                             f"its second dimension, which are those of a node: leave local_world_size out")
+        return size, local
+    group = process_group(group)
+    size = 1 if group is None else dist.get_world_size(group)
+    if local_world_size is not None:
+        if isinstance(local_world_size, bool) or not isinstance(local_world_size, int):
+            raise TypeError(f"local_world_size {local_world_size!r}: must be an integer")
+        if not 1 <= local_world_size <= size:
+            raise ValueError(f"local_world_size={local_world_size}: must be 1 to {size}, the ranks of the "
+                             f"group")
+        return size, local_world_size
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return size, min(size, int(text)) if text.isdigit() and int(text) > 0 else size
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Return ascending numbers as text: "0-3, 8"."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def describe(cards: Sequence[Card]) -> str:
+    """Return the layout as text for people, with a line for each host."""
+    hosts: dict[bytes, list[int]] = {}
+    for rank, card in enumerate(cards):
+        hosts.setdefault(card.host, []).append(rank)
+    lines = []
+    for ranks in hosts.values():
+        sizes = sorted({cards[rank].local_size for rank in ranks})
+        lines.append(f"  host {cards[ranks[0]].name}: ranks {_ranges(ranks)}, local_world_size "
+                     f"{', '.join(map(str, sizes))}")
+    return "\n".join(lines)
+
+
+def check_layout(told: Sequence[Card | None]) -> int:
+    """Raise an error, the same on all ranks, unless the ranks are nodes x local.  Return the ranks of a node.
+
+    The ranks of a node must have consecutive numbers and be on one host.  A host may have several nodes.
+
+    Args:
+        told: The Card of every rank, in rank order; None where a rank takes the group for one node.
+
+    Raises:
+        PeerError: When a rank cannot take part.
+        EpMismatch: When ranks have different protocols or different local_world_size.
+        ValueError: When the ranks are not nodes x local; the text has the layout.
+    """
+    cards: list[Card] = []
+    for rank, card in enumerate(told):
+        if card is None:
+            raise EpMismatch(f"rank {rank} takes the group for one node, others for several: pass the same "
+                             f"local_world_size on all ranks")
+        if card.local_size == 0:
+            raise PeerError(f"rank {rank} could not take part in the creation of nodes. See the error that "
+                            f"it raised.")
+        if cards and card.abi != cards[0].abi:
+            raise EpMismatch(f"rank {rank} has another epmoe (protocol {card.abi:x}) than rank 0 (protocol "
+                             f"{cards[0].abi:x}): install the same epmoe on all nodes")
+        cards.append(card)
+    size, local = len(cards), cards[0].local_size
+    layout = f"The layout is\n{describe(cards)}"
+    for rank, card in enumerate(cards):
+        if card.local_size != local:
+            raise EpMismatch(f"nodes of different sizes: rank {rank} has local_world_size {card.local_size}, "
+                             f"rank 0 has {local}. Every node must have equally many ranks. {layout}")
+    if size % local:
+        raise ValueError(f"{size} ranks are not nodes of {local}: the ranks of the group must be a multiple "
+                         f"of local_world_size. {layout}")
+    if local > _C.MAX_RANKS:
+        raise ValueError(f"local_world_size {local}: a node has at most {_C.MAX_RANKS} ranks. {layout}")
+    for first in range(0, size, local):
+        for rank in range(first, first + local):
+            if cards[rank].host != cards[first].host:
+                raise ValueError(f"ranks {first} to {first + local - 1} should be node {first // local}, but "
+                                 f"rank {rank} is on another host than rank {first}. The ranks of a node "
+                                 f"must be consecutive and on one host, and every node must have {local}. "
+                                 f"{layout}")
+    return local
+
+
+# ---- the ranks of these nodes ----
 
 
 class Nodes(Shared):
@@ -65,58 +244,67 @@ class Nodes(Shared):
         epmoe.Nodes(rank=0, nodes=1, local=1)
     """
 
-    def __init__(self, group=None, local_world_size=None, timeout_s=None):
-        self._key = group if is_mesh(group) else process_group(group)
-        size, local, error = 0, 0, None
+    _reason: EpError | None  # the error of the rail that ended it
+    _links: NodeLinks | None  # None for one node, and for ranks that are threads
+
+    def __init__(self, group: ProcessGroup | DeviceMesh | None = None, local_world_size: int | None = None,
+                 timeout_s: float | None = None) -> None:
+        size, local = 0, 0
         limit_s = DEFAULT_TIMEOUT_S
+        error: Exception | None = None
+        self._key: ProcessGroup | DeviceMesh | None
+        self.group: ProcessGroup | None
+        self._key = group if is_mesh(group) else process_group(group)
         try:
-            limit_s = timeout_s = checked_timeout_s(timeout_s)
+            limit_s = checked_timeout_s(timeout_s)
             size, local = sizes_of(group, local_world_size)
         except (TypeError, ValueError) as e:
             error = e
-        self.group = group_of_mesh(group, limit_s) if is_mesh(group) else self._key
+        self.group = group_of_mesh(group, limit_s) if is_mesh(group) else process_group(group)
         if error is not None and self.group is None:
             raise error
         if error is None and size == local:
-            self._set_sizes(World.of(self.group, timeout_s), None, 0, 1)
+            self._set_sizes(World.of(self.group, limit_s), None, 0, 1)
         else:
+            assert self.group is not None  # a rank alone is one node
             raw = own_card(0 if error else local).pack()
             cards = [Card.unpack(c) for c in all_gather_bytes(self.group, raw, limit_s)]
             if error is not None:
                 raise error
-            self._connect(check_layout(cards), timeout_s)
+            self._connect(self.group, check_layout(cards), limit_s)
         if id(self._key) in _of_group:
             _of_group[id(self._key)] = self
 
-    def _connect(self, local, timeout_s):
+    def _connect(self, group: ProcessGroup, local: int, timeout_s: float) -> None:
         """Create the process groups and the team.  Every rank creates only its own, in the same order."""
-        ranks = dist.get_process_group_ranks(self.group)
-        rank, num_nodes = dist.get_rank(self.group), dist.get_world_size(self.group) // local
+        ranks = dist.get_process_group_ranks(group)
+        rank, num_nodes = dist.get_rank(group), dist.get_world_size(group) // local
         node, local_rank = divmod(rank, local)
         # Names that no other groups have: those that remain of nodes before these may differ between ranks.
-        nonce = all_gather_bytes(self.group, secrets.token_bytes(8), timeout_s)[0].hex()
+        nonce = all_gather_bytes(group, secrets.token_bytes(8), timeout_s)[0].hex()
         on_rail = range(local_rank, len(ranks), local)
         with named(rank, [r for r in range(len(ranks)) if r != rank]):
             team = new_group(f"epmoe team {nonce} {node}", ranks[node * local : (node + 1) * local], "gloo",
                              timeout_s)
-            rail = TorchRail.create(self.group, ranks, list(on_rail), f"{nonce} {local_rank}", timeout_s)
+            rail = TorchRail.create(group, ranks, list(on_rail), f"{nonce} {local_rank}", timeout_s)
         self._set_sizes(World(team, timeout_s), rail, node, num_nodes)
         try:
-            self._links = NodeLinks(self.group, self.team, rail.abort, timeout_s)
+            links = NodeLinks(group, self.team, rail.abort, timeout_s)
         except BaseException:
             self._leave(False)
             raise
-        rail.has_ended = lambda: self._links.verdict(0.0)
+        self._links = links
+        rail.has_ended = lambda: links.verdict(0.0)
 
-    def _refuse(self):
+    def _refuse(self) -> None:
         """Report in an exchange that this rank cannot take part."""
         if self.rail is None:
             _C.world_refuse(self.team._c, _C.EINVAL)
         else:
             with contextlib.suppress(EpError):  # this rank raises its own error
-                meeting.meet(self, meeting.Header(meeting.EXCHANGE, failed=meeting.FAILED))
+                self._validate(Header(EXCHANGE, failed=FAILED))
 
-    def _set_sizes(self, team, rail, node, num_nodes):
+    def _set_sizes(self, team: World, rail: TorchRail | None, node: int, num_nodes: int) -> None:
         self.team = team
         self.rail = rail
         self.node = node
@@ -127,11 +315,11 @@ class Nodes(Shared):
         self.size = num_nodes * team.size
         self._num_layers = 0  # that were created
         self._is_waiting = False  # whether a call is in an exchange
-        self._reason = None  # the error of the rail that ended it
-        self._links = None  # NodeLinks; None for one node, and for ranks that are threads
+        self._reason = None
+        self._links = None
 
     @classmethod
-    def _of_parts(cls, team, rail, node, num_nodes):
+    def _of_parts(cls, team: World, rail: TorchRail | None, node: int, num_nodes: int) -> Nodes:
         """Return the Nodes of a team and a rail that exist: ranks that are threads have no process group."""
         self = cls.__new__(cls)
         self._key = self.group = None
@@ -139,7 +327,8 @@ class Nodes(Shared):
         return self
 
     @classmethod
-    def of(cls, group, local_world_size=None, timeout_s=None):
+    def of(cls, group: Nodes | ProcessGroup | DeviceMesh | None, local_world_size: int | None = None,
+           timeout_s: float | None = None) -> Nodes:
         """Return the Nodes that all layers of a group share, as World.of does.
 
         The first call of a group creates them and is collective.
@@ -163,16 +352,20 @@ class Nodes(Shared):
             True
             >>> nodes.close()
         """
-        key = group if isinstance(group, Nodes) or is_mesh(group) else process_group(group)
-        nodes = key if isinstance(key, Nodes) else _of_group.get(id(key))
-        if nodes is None:
-            nodes = _of_group[id(key)] = cls(group, local_world_size, timeout_s)
-        elif local_world_size not in (None, nodes.local_size):
+        if isinstance(group, Nodes):
+            nodes = group
+        else:
+            key = id(group if is_mesh(group) else process_group(group))
+            if key not in _of_group:
+                _of_group[key] = cls(group, local_world_size, timeout_s)
+                return _of_group[key]
+            nodes = _of_group[key]
+        if local_world_size not in (None, nodes.local_size):
             raise ValueError(f"local_world_size={local_world_size}, but the nodes of this group have "
                              f"{nodes.local_size} ranks: leave it out")
         return nodes
 
-    def exchange(self, mine):
+    def exchange(self, mine: BytesLike) -> list[bytes]:
         """Give some bytes to all ranks of all nodes and return those of every rank.  Collective.
 
         They go over the rail first, then inside each node.
@@ -209,36 +402,86 @@ class Nodes(Shared):
         except (TypeError, ValueError, BufferError):
             self._refuse()
             raise
-        return meeting.exchange(self, mine)
+        self._validate(Header(EXCHANGE, num_bytes=len(mine)))
+        with self._ending():
+            joined = b"".join(self._meet_rail(mine)) if mine else b""  # of the ranks with this local number
+            of_local = [b""] * self.local_size
+            for i in range(0, len(joined), _C.ALL_GATHER_BYTES):
+                for local, piece in enumerate(self.team.exchange(joined[i : i + _C.ALL_GATHER_BYTES])):
+                    of_local[local] += piece
+        return [of_local[rank % self.local_size][rank // self.local_size * len(mine) :][: len(mine)]
+                for rank in range(self.size)]
 
-    def _meet_rail(self, mine):
+    def _validate(self, header: Header) -> None:
+        """Tell all ranks what this one calls.  Collective.
+
+        Raises on all ranks when one has failed or is in another call.  The next call works then.
+        """
+        num_local = self.local_size
+        on_rail = [node * num_local + self.local_rank for node in range(self.num_nodes)]
+        self.check()
+        if self._is_waiting:
+            raise ValueError(f"{OPS[header.op]} during another call of these nodes: a signal handler or a "
+                             f"second thread cannot make it")
+        with self._ending():
+            headers = [Header.unpack(raw) for raw in self._meet_rail(header.pack())]
+            failures = [Verdict(FAILURE, rank, h.failed) for rank, h in zip(on_rail, headers) if h.failed]
+            of_rail = worst([*failures, disagreement(headers, on_rail)])
+            team = self.team.exchange(of_rail.pack() + header.pack())
+        verdicts = [Verdict.unpack(raw[:VERDICT_BYTES]) for raw in team]
+        first = self.node * num_local
+        of_team = disagreement([Header.unpack(raw[VERDICT_BYTES:]) for raw in team],
+                               range(first, first + num_local))
+        raise_verdict(worst([*verdicts, of_team]), header)
+
+    def _check_indices(self, bad: list[int], values: list[int], topk: int, num_experts: int) -> None:
+        """Raise EpIndexError on all ranks if a rank has an expert index out of range.  Collective.
+
+        bad: for each rank of the rail the position of its first wrong index, or -1; values: these indices.
+        """
+        found = [Verdict(INDEX, node * self.local_size + self.local_rank, at, value)
+                 for node, (at, value) in enumerate(zip(bad, values)) if at >= 0]
+        bad_one = worst([Verdict.unpack(raw) for raw in self.team.exchange(worst(found).pack())])
+        if bad_one.kind == INDEX:
+            token, choice = divmod(bad_one.a, topk)
+            raise EpIndexError(f"rank {bad_one.rank}: expert index {bad_one.got} of token {token}, "
+                               f"choice {choice} is outside [-1, {num_experts}]. Use -1 to drop a "
+                               f"choice.")
+
+    def _meet_rail(self, mine: bytes) -> list[bytes]:
         """Exchange bytes with the rail, in node order.  An error ends the nodes, so all ranks know."""
+        assert self.rail is not None
         with self._ending():
             return self.rail.meet(mine)
 
-    def _exchange_rows(self, out, mine, out_splits=None, splits=None):
+    def _exchange_rows(self, out: Tensor, mine: Tensor, out_splits: list[int] | None = None,
+                       splits: list[int] | None = None) -> None:
         """Exchange rows with the rail, as TorchRail.exchange.  An error ends the nodes."""
+        assert self.rail is not None
         with self._ending():
             self.rail.exchange(out, mine, out_splits, splits)
 
-    def _start_rows(self, out, mine, out_splits, splits):
+    def _start_rows(self, out: Tensor, mine: Tensor, out_splits: list[int] | None,
+                    splits: list[int] | None) -> Callable[[], None]:
         """Start an exchange of rows.  Returns a function that waits for it.  An error ends the nodes."""
+        assert self.rail is not None
         with self._ending():
             wait = self.rail.start(out, mine, out_splits, splits)
 
-        def finish():
+        def finish() -> None:
             with self._ending():
                 wait()
 
         return finish
 
-    def _read(self, t):
+    def _read(self, t: Tensor) -> Any:
         """Return the numbers of a tensor that an exchange writes, after it.  An error ends the nodes."""
+        assert self.rail is not None
         with self._ending():
             return self.rail.read(t)
 
     @contextlib.contextmanager
-    def _ending(self):
+    def _ending(self) -> Iterator[None]:
         """End the nodes after an error in the block, in which other ranks wait for this one.
 
         A signal handler may raise any exception there, for example KeyboardInterrupt.
@@ -257,10 +500,10 @@ class Nodes(Shared):
         finally:
             self._is_waiting = was_waiting
 
-    def _end_of_rail(self, error):
+    def _end_of_rail(self, error: EpError) -> EpError:
         """End the nodes, and return why: the links may know which rank has died."""
-        may_know = type(error) in (EpError, PeerDied) and self._links is not None
-        if may_know and self._links.verdict(_VERDICT_S):
+        may_know = type(error) in (EpError, PeerDied)
+        if may_know and self._links is not None and self._links.verdict(_VERDICT_S):
             try:
                 self.team.check()
             except EpError as known:
@@ -268,7 +511,7 @@ class Nodes(Shared):
         self._end(error)
         return error
 
-    def _end(self, reason):
+    def _end(self, reason: BaseException) -> None:
         """Leave the world of this node and the rail, so that no other rank waits for this one.
 
         reason: what check() raises from now on, here and on the other ranks: an EpError; else EpClosed, which
@@ -285,7 +528,7 @@ class Nodes(Shared):
             self.team._leave(False)
         self._drop_rail()
 
-    def check(self):
+    def check(self) -> None:
         """Raise the reason why these nodes have ended for this rank, if they have.
 
         Raises:
@@ -300,14 +543,14 @@ class Nodes(Shared):
             raise type(self._reason)(str(self._reason))
         self.team.check()
 
-    def _has_ended(self):
+    def _has_ended(self) -> bool:
         try:
             self.check()
         except EpError:
             return True
         return False
 
-    def lost_ranks(self):
+    def lost_ranks(self) -> list[int]:
         """Return the ranks of all nodes that have died, cannot be reached, or left while others continued.
 
         Returns:
@@ -326,7 +569,7 @@ class Nodes(Shared):
             return self._links.lost_ranks()
         return [self.node * self.local_size + rank for rank in self.team.lost_ranks()]
 
-    def set_timeout(self, timeout_s):
+    def set_timeout(self, timeout_s: float) -> None:
         """Set how long a wait for a living rank may take, from the next operation on.
 
         Args:
@@ -345,7 +588,7 @@ class Nodes(Shared):
         if self.rail is not None:
             self.rail.set_timeout(float(timeout_s))
 
-    def flight_record(self):
+    def flight_record(self) -> str:
         """Return the page of text of this node's world, as World.flight_record.
 
         Returns:
@@ -362,7 +605,7 @@ class Nodes(Shared):
         """
         return self.team.flight_record()
 
-    def close(self):
+    def close(self) -> None:
         """Wait for all ranks of all nodes, then leave.  Collective; a second call does nothing.
 
         Raises:
@@ -376,10 +619,10 @@ class Nodes(Shared):
         """
         self._leave(True)
 
-    def _leave(self, collective):
+    def _leave(self, collective: bool) -> None:
         try:
             if collective and self.rail is not None and not self._has_ended():
-                meeting.meet(self, meeting.Header(meeting.CLOSE))
+                self._validate(Header(CLOSE))
             self.team._leave(collective)
             if self._links is not None and collective:
                 self._links.close()
@@ -390,23 +633,24 @@ class Nodes(Shared):
             raise
         self._forget(collective)
 
-    def _forget(self, collective):
+    def _forget(self, collective: bool) -> None:
         if collective and _of_group.get(id(self._key)) is self:
             del _of_group[id(self._key)]
         self._drop_rail(collective)
 
-    def _drop_rail(self, in_order=False):
+    def _drop_rail(self, in_order: bool = False) -> None:
         """Close the connections to the other nodes."""
         if self._links is not None:
             self._links._leave()
         if self.rail is not None:
             self.rail.close(in_order)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, value, trace):
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self._leave(kind is None)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"epmoe.Nodes(rank={self.rank}, nodes={self.num_nodes}, local={self.local_size})"

@@ -1,14 +1,23 @@
 """TorchRail: the ranks with the same local number on all nodes, connected by process groups of torch."""
 
+from __future__ import annotations
+
 import contextlib
 import datetime
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import EpError, EpTimeout, PeerDied
 from .rendezvous import SIGNS_OF_DEATH, environment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 RAIL_CTAS = 8  # the most CTAs of NCCL for the rows between nodes
 RESERVE_SMS = RAIL_CTAS + 8  # SMs that are left to them: CTAs of fused kernels come in pairs of neighbours
@@ -20,7 +29,8 @@ _NCCL_LEAVES_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_PROPA
                        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 
 
-def new_group(name, ranks, backend, timeout_s, options=None):
+def new_group(name: str, ranks: list[int], backend: str, timeout_s: float,
+              options: Any = None) -> ProcessGroup:
     """Create a process group of ranks of the default group, of which this is one.  Collective over them.
 
     dist.new_group makes the name of a group of the number of groups that the process has.  Ranks whose
@@ -28,16 +38,17 @@ def new_group(name, ranks, backend, timeout_s, options=None):
 
     name: the same on all these ranks, and of no other group in the life of the default group.
     """
-    c10d = dist.distributed_c10d
+    c10d: Any = dist.distributed_c10d  # private names
     group, _ = c10d._new_process_group_helper(
-        len(ranks), ranks.index(dist.get_rank()), ranks, dist.Backend(backend), c10d._get_default_store(),
-        name, backend_options=options, timeout=datetime.timedelta(seconds=timeout_s), group_desc=name)
+        len(ranks), ranks.index(dist.get_rank()), ranks, dist.Backend(backend),
+        c10d._get_process_group_store(dist.group.WORLD), name, backend_options=options,
+        timeout=datetime.timedelta(seconds=timeout_s), group_desc=name)
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
 
 
 @contextlib.contextmanager
-def named(mine, others):
+def named(mine: int, others: Iterable[int]) -> Iterator[None]:
     """Make errors of epmoe of errors of torch."""
     try:
         yield
@@ -45,6 +56,15 @@ def named(mine, others):
         raise
     except RuntimeError as error:
         raise _error(error, mine, ", ".join(map(str, others))) from error
+
+
+def is_open(group: ProcessGroup) -> bool:
+    """Whether torch.distributed still has a process group: nobody has destroyed it."""
+    try:
+        dist.get_backend(group)
+    except (TypeError, ValueError):  # versions of torch differ
+        return False
+    return True
 
 
 class TorchRail:
@@ -64,7 +84,8 @@ class TorchRail:
     """
 
     @classmethod
-    def create(cls, group, ranks, on_rail, name, timeout_s):
+    def create(cls, group: ProcessGroup, ranks: list[int], on_rail: list[int], name: str,
+               timeout_s: float) -> Self:
         """Create the process groups.  Collective over the rail.
 
         group: the ProcessGroup of all ranks; ranks: their numbers in the job; on_rail: the numbers in `group`
@@ -82,7 +103,7 @@ class TorchRail:
             data = new_group(f"epmoe rows {name}", members, "gloo", timeout_s)
         return cls(control, data, on_rail, timeout_s)
 
-    def __init__(self, control, data, ranks, timeout_s):
+    def __init__(self, control: ProcessGroup, data: ProcessGroup, ranks: list[int], timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.control = control
         self.data = data
@@ -93,7 +114,7 @@ class TorchRail:
         self.has_ended = lambda: False  # whether the nodes have; Nodes sets it
         self._is_in_graphs = False  # whether a CUDA graph has captured an exchange of rows
 
-    def meet(self, mine):
+    def meet(self, mine: bytes) -> list[bytes]:
         """Give some bytes to all ranks of the rail and return those of every rank, in node order."""
         t = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         out = t.new_empty(self.size * t.numel())
@@ -101,7 +122,8 @@ class TorchRail:
             self._wait(dist.all_to_all_single(out, t.repeat(self.size), group=self.control, async_op=True))
         return [bytes(o.tolist()) for o in out.chunk(self.size)]
 
-    def exchange(self, out, mine, out_splits=None, splits=None):
+    def exchange(self, out: Tensor, mine: Tensor, out_splits: list[int] | None = None,
+                 splits: list[int] | None = None) -> None:
         """Send rows of `mine` to the nodes and receive theirs in `out`, in node order.
 
         splits and out_splits: the rows for and of each node; None: equally many.
@@ -113,7 +135,8 @@ class TorchRail:
         else:
             self.start(out, mine, out_splits, splits)()
 
-    def start(self, out, mine, out_splits=None, splits=None):
+    def start(self, out: Tensor, mine: Tensor, out_splits: list[int] | None = None,
+              splits: list[int] | None = None) -> Callable[[], None]:
         """Start an exchange, and return a function that waits for it: the host, or with NCCL the stream.
 
         Several may be under way.  All ranks start them in the same order.
@@ -122,7 +145,8 @@ class TorchRail:
         with self._named():
             work = dist.all_to_all_single(out, mine, out_splits, splits, group, async_op=True)
 
-        def finish(kept=(out, mine)):  # the tensors live as long as the exchange
+        # The tensors live as long as the exchange.
+        def finish(kept: tuple[Tensor, Tensor] = (out, mine)) -> None:
             with self._named():
                 if self.is_nccl and group is self.data:
                     work.wait()
@@ -131,12 +155,12 @@ class TorchRail:
 
         return finish
 
-    def _named(self):
+    def _named(self) -> AbstractContextManager[None]:
         """Make errors of epmoe of errors of torch."""
         mine = self.ranks[self.position]
         return named(mine, [rank for rank in self.ranks if rank != mine])
 
-    def read(self, t):
+    def read(self, t: Tensor) -> Any:
         """Return the numbers of a tensor as lists.
 
         The host looks again and again, and does not wait inside of CUDA: a kernel of NCCL before it in the
@@ -150,7 +174,7 @@ class TorchRail:
             self.wait_for(torch.cuda.current_stream(t.device).record_event())
         return host.tolist()
 
-    def wait_for(self, event):
+    def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait until a CUDA event has happened, at most until the nodes have ended."""
         with self._named():
             begin = time.monotonic()
@@ -163,12 +187,12 @@ class TorchRail:
                 if waited_s > _SPIN_S:
                     time.sleep(_SPIN_S / 4)
 
-    def set_timeout(self, timeout_s):
+    def set_timeout(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         for group in (self.control, self.data):
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
-    def _wait(self, work):
+    def _wait(self, work: dist.Work) -> None:
         """Wait for work of gloo, at most until the nodes have ended: gloo cannot abort it."""
         while True:
             try:
@@ -181,13 +205,13 @@ class TorchRail:
                 if self.has_ended():
                     raise PeerDied(f"rank {self.ranks[self.position]}: the nodes have ended") from None
 
-    def abort(self):
+    def abort(self) -> None:
         """End the kernels of NCCL in which this rank waits.  Called in a thread of its own, after a death."""
         if self.is_nccl:
             with contextlib.suppress(Exception):  # the end of the nodes is what the rank raises
                 self.data.abort()
 
-    def close(self, in_order):
+    def close(self, in_order: bool) -> None:
         """Close the connections, so that a rank that still waits for this one raises PeerDied.
 
         in_order: no rank waits; only then the end of NCCL's communicator does not wait for the others.
@@ -197,11 +221,11 @@ class TorchRail:
         """
         ends_rows = not self.is_nccl or in_order and not self._is_in_graphs
         for group in (self.control, self.data) if ends_rows else (self.control,):
-            if group in dist.distributed_c10d._world.pg_map:
+            if is_open(group):
                 dist.destroy_process_group(group)
 
 
-def _error(error, mine, others):
+def _error(error: RuntimeError, mine: int, others: str) -> EpError:
     """Return the error of epmoe for an error of torch, by its text: its class is RuntimeError."""
     text = str(error)
     if any(sign in text.lower() for sign in SIGNS_OF_DEATH):

@@ -10,20 +10,24 @@ Each way into the module is inside of such a block: the implementations of the o
 """
 
 import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
 
 import torch
+from torch import Tensor
 
-from ..torch_modes import is_watched
+from ..torch_modes import is_watched, is_wrapper
 
-_PYTHON_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).raw_repr()
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def is_told(error):
+def is_told(error: BaseException) -> bool:
     """Whether the other ranks know of an exception."""
     return getattr(error, "_epmoe_told", False)
 
 
-def mark_told(error):
+def mark_told(error: Any) -> None:
     """Note that the other ranks know of an exception.  The module does the same (EP_TOLD)."""
     error._epmoe_told = True
 
@@ -37,13 +41,15 @@ class reporting:
 
     __slots__ = ("layer", "op", "buffer", "plan", "awaits_plan")
 
-    def __init__(self, layer, op, buffer, plan, awaits_plan=False):
+    def __init__(self, layer: Any, op: int, buffer: int, plan: Tensor | None,
+                 awaits_plan: bool = False) -> None:
         self.layer, self.op, self.buffer, self.plan, self.awaits_plan = layer, op, buffer, plan, awaits_plan
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         # A tracer has another plan; then the other ranks wait for nothing.
         if isinstance(error, Exception) and type(self.plan) is torch.Tensor and not is_told(error):
             try:
@@ -54,31 +60,31 @@ class reporting:
                 del error, trace
 
 
-def reported_after_plan(op):
+def reported_after_plan(op: int) -> Callable[[_F], _F]:
     """Decorate a function (layer, layout, ...) that runs op with a layout: it reports errors in op.
 
     Not where a compiler traces: it could not break its graph inside of the block.  The operators report then.
     """
-    def decorate(function):
+    def decorate(function: _F) -> _F:
         @functools.wraps(function)
-        def run(layer, layout, *args):
+        def run(layer: Any, layout: Any, *args: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(layer, layout, *args)
             unread = layout._num_rows is None and layer.capacity is None
             with reporting(layer, op, layout.buffer, layout.plan, unread):
                 return function(layer, layout, *args)
 
-        return run
+        return cast(_F, run)
 
     return decorate
 
 
-def check_plain(name, t):
+def check_plain(name: str, t: Any) -> None:
     """Raise TypeError for a tensor that has its numbers elsewhere, as a DTensor or a FakeTensor has.
 
     Where a compiler or a mode of torch sees the operators, such tensors are its own.
     """
-    if not is_watched() and torch._C._dispatch_keys(t).raw_repr() & _PYTHON_KEY:
+    if not is_watched() and is_wrapper(t):
         kind = type(t).__name__
         advice = f"pass its part of this rank, {name}.to_local()" if hasattr(t, "to_local") else (
             "pass a torch.Tensor that has memory of its own")

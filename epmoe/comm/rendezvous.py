@@ -1,16 +1,23 @@
 """How the ranks of a new world find each other: the process group, the timeout, and each rank's address."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from .. import _C
 from ..errors import EpClosed, EpError, EpMismatch, EpTimeout, PeerDied, PeerError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 DEFAULT_TIMEOUT_S = 300.0
 _ABI_BYTES = 4
@@ -27,7 +34,7 @@ SIGNS_OF_DEATH = ("closed by peer", "reset by peer", "broken pipe", "connection 
 
 
 @contextlib.contextmanager
-def environment(values):
+def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables of the environment in the block: torch reads some where a process group is made."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -41,7 +48,7 @@ def environment(values):
                 os.environ[name] = value
 
 
-def default_timeout_s():
+def default_timeout_s() -> float:
     """Return the timeout of a new world in seconds: EPMOE_TIMEOUT_S, or 300."""
     text = os.environ.get("EPMOE_TIMEOUT_S", "")
     try:
@@ -50,7 +57,7 @@ def default_timeout_s():
         raise ValueError(f"EPMOE_TIMEOUT_S={text!r}: must be a number of seconds, for example 60") from None
 
 
-def checked_timeout_s(timeout_s):
+def checked_timeout_s(timeout_s: float | None) -> float:
     """Return timeout_s, or the default, as a number that the module accepts.
 
     A wrong timeout raises ValueError here, before any rank waits for another.
@@ -61,7 +68,7 @@ def checked_timeout_s(timeout_s):
     return timeout_s
 
 
-def process_group(group):
+def process_group(group: Any) -> ProcessGroup | None:
     """Return the ProcessGroup of a ProcessGroup, a one-dimensional DeviceMesh or None.
 
     None gives the default group, or None where torch.distributed is not initialized.
@@ -81,7 +88,7 @@ def process_group(group):
     return group
 
 
-def listen():
+def listen() -> tuple[int, bytes]:
     """Open this rank's listening socket.  Return its descriptor and this rank's address.
 
     The address is what the other ranks need to connect: the socket's name, a nonce and the protocol version.
@@ -90,11 +97,12 @@ def listen():
     return fd, name + nonce + _C.ABI_VERSION.to_bytes(_ABI_BYTES, "little")
 
 
-_locks = collections.defaultdict(threading.Lock)  # of each group: one thread of a rank meets the others
-_of_parent = None  # in a forked child: the default group of its parent
+# Of each group: one thread of a rank meets the others.
+_locks: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
+_of_parent: ProcessGroup | None = None  # in a forked child: the default group of its parent
 
 
-def _note_parents_group():
+def _note_parents_group() -> None:
     global _of_parent
     _of_parent = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
@@ -102,7 +110,7 @@ def _note_parents_group():
 os.register_at_fork(after_in_child=_note_parents_group)
 
 
-def check_caller():
+def check_caller() -> None:
     """Raise an error where no world can be made: in a forked child on the group of its parent (EpClosed), and
     in a signal handler that runs while this thread waits in epmoe (ValueError)."""
     _C.world_check_handler()
@@ -112,7 +120,7 @@ def check_caller():
                        "init_process_group")
 
 
-def all_gather_bytes(group, mine, timeout_s):
+def all_gather_bytes(group: ProcessGroup, mine: bytes, timeout_s: float) -> list[bytes]:
     """Return the bytes of every rank, which may be of different lengths; nothing is pickled.  Collective.
 
     The ranks meet in the store of the group, and not in a collective operation of the group.  A rank that
@@ -138,12 +146,13 @@ def all_gather_bytes(group, mine, timeout_s):
     return [e[_TOKEN_BYTES:] for e in entries]
 
 
-def _store_of(group):
+def _store_of(group: ProcessGroup) -> Any:
+    """Return the Store of a group.  Its type hints say str where it takes bytes."""
     return dist.distributed_c10d._get_process_group_store(group)
 
 
 @contextlib.contextmanager
-def _signal_handlers_refused():
+def _signal_handlers_refused() -> Iterator[None]:
     """Refuse calls of epmoe by signal handlers in the block, in which this thread waits."""
     before = _C.world_set_waiting(True)
     try:
@@ -152,7 +161,8 @@ def _signal_handlers_refused():
         _C.world_set_waiting(before)
 
 
-def _meet_in_store(store, group, rank, size, entry, timeout_s):
+def _meet_in_store(store: Any, group: ProcessGroup, rank: int, size: int, entry: bytes,
+                   timeout_s: float) -> list[bytes]:
     limit = _Limit(timeout_s)
     num_rounds = store.add("epmoe/rounds", 0)
     store.set(f"epmoe/{rank}", entry)
@@ -179,7 +189,7 @@ def _meet_in_store(store, group, rank, size, entry, timeout_s):
         raise
 
 
-def _write_round(store, size):
+def _write_round(store: Any, size: int) -> None:
     """Write a round, if there is a new entry of every rank."""
     keys = [f"epmoe/{r}" for r in range(size)]
     if not store.check(keys):
@@ -191,7 +201,7 @@ def _write_round(store, size):
         store.add("epmoe/rounds", 1)
 
 
-def _split(joined):
+def _split(joined: bytes) -> list[bytes]:
     entries, at = [], 0
     while at < len(joined):
         size = int.from_bytes(joined[at : at + 4], "little")
@@ -203,25 +213,25 @@ def _split(joined):
 class _Limit:
     """A time limit that does not count the time during which the process was suspended."""
 
-    def __init__(self, limit_s):
+    def __init__(self, limit_s: float) -> None:
         self._looked = time.monotonic()
         self._deadline = self._looked + limit_s
         self._next_look = self._looked + _LOOK_S
 
-    def is_over(self):
+    def is_over(self) -> bool:
         gap = time.monotonic() - self._looked
         self._looked += gap
         self._deadline += max(0.0, gap - _MAX_COUNTED_GAP_S)
         return self._looked > self._deadline
 
-    def is_time_to_look(self):
+    def is_time_to_look(self) -> bool:
         is_time = self._looked > self._next_look
         if is_time:
             self._next_look = self._looked + _LOOK_S
         return is_time
 
 
-def _look_for_deaths(group, rank, size):
+def _look_for_deaths(group: ProcessGroup, rank: int, size: int) -> None:
     """Raise gloo's error if the connection to a rank is closed.  Another backend cannot say this.
 
     A receive on a closed connection fails at once.  On an open one it waits for a message that no rank sends.
@@ -234,7 +244,7 @@ def _look_for_deaths(group, rank, size):
             dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=group, group_src=r, tag=_TAG)
 
 
-def _error_of_group(error, rank):
+def _error_of_group(error: RuntimeError, rank: int) -> EpError:
     """Return the error of epmoe for an error of the process group, by its text: its class is RuntimeError."""
     text = str(error)
     if any(sign in text.lower() for sign in SIGNS_OF_DEATH):
@@ -246,17 +256,17 @@ def _error_of_group(error, rank):
     return EpError(f"rank {rank}: the process group failed while the ranks created a world: {text}")
 
 
-def meet(group, rank, size, timeout_s):
+def meet(group: ProcessGroup, rank: int, size: int, timeout_s: float | None) -> _C._World:
     """Exchange the addresses of all ranks of a group and connect.  Collective.  Return the C world.
 
     A rank that cannot take part gives an empty address, so that no other rank waits for it.
     """
     fd = -1
     address = bytes(ADDRESS_BYTES)
-    error = None
+    error: Exception | None = None
     limit_s = DEFAULT_TIMEOUT_S
     try:
-        limit_s = timeout_s = checked_timeout_s(timeout_s)
+        limit_s = checked_timeout_s(timeout_s)
         fd, address = listen()
     except Exception as e:
         error = e
@@ -272,14 +282,15 @@ def meet(group, rank, size, timeout_s):
     names = b"".join(c[: _C.NAME_BYTES] for c in addresses)
     nonce = addresses[0][_C.NAME_BYTES : -_ABI_BYTES]
     try:
-        return _C.world_create(rank, size, timeout_s, fd, nonce, names)
-    except BaseException as error:
+        return _C.world_create(rank, size, limit_s, fd, nonce, names)
+    except BaseException as failure:
+        explained = failure
         with contextlib.suppress(RuntimeError):  # without the store, the error stays as it is
-            error = _explain(error, _store_of(group), rank, addresses)
-        raise error
+            explained = _explain(failure, _store_of(group), rank, addresses)
+        raise explained
 
 
-def _explain(error, store, rank, addresses):
+def _explain(error: BaseException, store: Any, rank: int, addresses: list[bytes]) -> BaseException:
     """Return the error of this rank, whose connections have failed, and tell the other ranks why.
 
     A rank that cannot connect closes its socket, and its peers find it closed, as that of a dead rank.
@@ -298,7 +309,7 @@ def _explain(error, store, rank, addresses):
     return error
 
 
-def _reason_of(store, rank, address):
+def _reason_of(store: Any, rank: int, address: bytes) -> EpError | None:
     """Return the error of a rank that has failed at this address and was alive, or None."""
     key = f"epmoe/failed/{rank}"
     written = store.get(key) if store.check([key]) else b""
@@ -311,7 +322,7 @@ def _reason_of(store, rank, address):
     return PeerError(f"rank {rank} could not make its world ({kind}). See the error that it raised.")
 
 
-def _check_addresses(addresses):
+def _check_addresses(addresses: list[bytes]) -> None:
     for rank, address in enumerate(addresses):
         if not address[0]:  # the length of a name
             raise PeerError(f"rank {rank} could not make its world. See the error that it raised.")

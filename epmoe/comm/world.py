@@ -1,8 +1,12 @@
 """World: the ranks that take part, connected to each other and monitored for deaths."""
 
+from __future__ import annotations
+
 import atexit
 import os
 import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import torch.distributed as dist
 
@@ -10,8 +14,14 @@ from .. import _C
 from ..errors import EpError, EpMismatch, PeerError
 from .rendezvous import check_caller, checked_timeout_s, default_timeout_s, meet, process_group
 
-_open = weakref.WeakSet()  # worlds that this process has not left
-_of_group = {}  # id(group) -> World: one world serves all layers of a group
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+BytesLike: TypeAlias = bytes | bytearray | memoryview
+
+_open: weakref.WeakSet[World] = weakref.WeakSet()  # worlds that this process has not left
+_of_group: dict[int, World] = {}  # id(group) -> World: one world serves all layers of a group
 
 
 class Shared:
@@ -20,13 +30,13 @@ class Shared:
     Copying it returns the same object.  Pickling it raises TypeError.
     """
 
-    def __copy__(self):
+    def __copy__(self) -> Self:
         return self
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> NoReturn:
         raise TypeError(f"{type(self).__name__} belongs to this process and cannot be pickled; "
                         f"to save a model, save its state_dict()")
 
@@ -80,7 +90,8 @@ class World(Shared):
         epmoe.World(rank=0, size=1)
     """
 
-    def __init__(self, group=None, timeout_s=None):
+    def __init__(self, group: ProcessGroup | DeviceMesh | None = None,
+                 timeout_s: float | None = None) -> None:
         check_caller()
         self.group = process_group(group)
         if self.group is None:
@@ -109,7 +120,7 @@ class World(Shared):
             _of_group[id(self.group)] = self
 
     @classmethod
-    def _wrap(cls, capsule, rank, size):
+    def _wrap(cls, capsule: _C._World, rank: int, size: int) -> World:
         self = cls.__new__(cls)
         self.group = None
         self.rank = rank
@@ -119,7 +130,7 @@ class World(Shared):
         return self
 
     @classmethod
-    def of(cls, group, timeout_s=None):
+    def of(cls, group: World | ProcessGroup | DeviceMesh | None, timeout_s: float | None = None) -> World:
         """Return the world that the layers and heaps of a group share.
 
         The first call of a group creates the world and is collective.  Later calls return the same world,
@@ -150,7 +161,7 @@ class World(Shared):
             world = _of_group[id(group)] = cls(group, timeout_s)
         return world
 
-    def check(self):
+    def check(self) -> None:
         """Raise the reason why the world has ended, if it has.
 
         Returns:
@@ -165,7 +176,7 @@ class World(Shared):
         """
         _C.world_check(self._c)
 
-    def lost_ranks(self):
+    def lost_ranks(self) -> list[int]:
         """Return the ranks that have died, or left while the others continued.
 
         The list is what this rank knows now.  When PeerDied is raised it has at least one rank; it may
@@ -182,7 +193,7 @@ class World(Shared):
         lost = _C.world_lost_ranks(self._c)
         return [rank for rank in range(self.size) if lost >> rank & 1]
 
-    def set_timeout(self, timeout_s):
+    def set_timeout(self, timeout_s: float) -> None:
         """Set how long a wait for a living rank may take, from the next operation on.
 
         Each rank sets its own; the call is not collective.
@@ -200,7 +211,7 @@ class World(Shared):
         """
         _C.world_set_timeout(self._c, float(timeout_s))
 
-    def exchange(self, mine):
+    def exchange(self, mine: BytesLike) -> list[bytes]:
         """Give some bytes to all ranks and return those of every rank.  Collective.
 
         Args:
@@ -236,7 +247,7 @@ class World(Shared):
         everything = _C.world_all_gather(self._c, mine)
         return [everything[i * len(mine) : (i + 1) * len(mine)] for i in range(self.size)]
 
-    def flight_record(self):
+    def flight_record(self) -> str:
         """Return a page of text that names the rank that ended the world.  For a person to read.
 
         The first line names that rank.  Then come each rank's last operation and, side by side, the newest
@@ -258,7 +269,7 @@ class World(Shared):
         """
         return _C.world_flight_record(self._c)
 
-    def close(self):
+    def close(self) -> None:
         """Wait for all ranks, then leave the world.  Collective; a second call does nothing.
 
         Raises:
@@ -274,7 +285,7 @@ class World(Shared):
         """
         self._leave(True)
 
-    def _leave(self, collective):
+    def _leave(self, collective: bool) -> None:
         try:
             _C.world_close(self._c, collective)
         except (EpMismatch, PeerError):  # it is still open
@@ -284,24 +295,25 @@ class World(Shared):
             raise
         self._unregister(collective)
 
-    def _unregister(self, collective):
+    def _unregister(self, collective: bool) -> None:
         # A rank that leaves alone keeps the entry: without it, the next layer here would create a world
         # alone.
         if (collective or self.size == 1) and _of_group.get(id(self.group)) is self:
             del _of_group[id(self.group)]
         _open.discard(self)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, value, trace):
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self._leave(kind is None)  # after an exception: leave alone, which the other ranks are told
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"epmoe.World(rank={self.rank}, size={self.size})"
 
 
-def thread_worlds(num_ranks, timeout_s=None):
+def thread_worlds(num_ranks: int, timeout_s: float | None = None) -> list[World]:
     """Create a world whose ranks are threads of this process, for tests and examples.
 
     On a GPU the ranks share it, side by side.  Each thread must then use a CUDA stream of its own: on the
@@ -330,7 +342,7 @@ def thread_worlds(num_ranks, timeout_s=None):
 
 
 @atexit.register
-def _leave_all():
+def _leave_all() -> None:
     """Tell the peers that this process ends in order.
 
     It waits for no rank.  In a world that was left by an exception, it waits up to half a second for the

@@ -5,7 +5,8 @@ Where no kernel applies an activation, for example where a gradient is wanted, e
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,10 @@ class SwiGLU(NamedTuple):
     offset: int = 0
 
 
-def gpt_oss_numbers(activation):
+Activation: TypeAlias = str | SwiGLU | GptOss
+
+
+def gpt_oss_numbers(activation: Activation | None) -> tuple[float, float] | None:
     """Return the numbers of a GPT-OSS activation.
 
     Args:
@@ -86,7 +90,7 @@ def gpt_oss_numbers(activation):
     return _numbers(activation)
 
 
-def _numbers(activation):
+def _numbers(activation: SwiGLU | GptOss) -> tuple[float, float]:
     alpha, limit = map(float, activation[:2])
     if not (abs(alpha) < math.inf and limit > 0):
         raise ValueError(f"activation {activation}: must have a finite alpha and a positive limit")
@@ -95,11 +99,12 @@ def _numbers(activation):
     return alpha, limit
 
 
-_UNGATED = {"gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "silu": F.silu,
-            "relu2": lambda h: F.relu(h).square()}
+_UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "silu": F.silu,
+    "relu2": lambda h: F.relu(h).square()}
 
 
-def is_gated(activation):
+def is_gated(activation: Activation) -> bool:
     """Return whether an activation has a gate for each column of its result.
 
     Args:
@@ -126,7 +131,7 @@ def is_gated(activation):
     return False
 
 
-def activate(h, activation="swiglu"):
+def activate(h: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor:
     """Apply an activation.
 
     Args:
@@ -163,7 +168,7 @@ def activate(h, activation="swiglu"):
         "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
     """
     if not is_gated(activation):
-        return _UNGATED[activation](h)
+        return _UNGATED[cast(str, activation)](h)
     gate, up = h.chunk(2, -1)
     if activation == "swiglu":
         return F.silu(gate) * up
@@ -175,7 +180,8 @@ def activate(h, activation="swiglu"):
     if numbers := gpt_oss_numbers(activation):
         gate, up, offset = h[..., 0::2], h[..., 1::2], 1
     else:
-        numbers, offset = _numbers(activation), activation.offset
+        gate_of = cast(SwiGLU, activation)
+        numbers, offset = _numbers(gate_of), gate_of.offset
     alpha, limit = numbers
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + offset) * gate * torch.sigmoid(alpha * gate)

@@ -1,19 +1,26 @@
 """grouped_gemm: rows grouped by expert times each expert's own weights."""
 
 import math
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _C
 from ..comm.device import capabilities
-from ..torch_modes import call, check_mode, implement, requires_grad
-from .activations import GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
+from ..torch_modes import call, check_mode, implement, mark_written, requires_grad
+from .activations import Activation, GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
 from .weight_gradients import gradient_of, sink_of
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, "
             "int activation, bool portable, float alpha=0, float limit=0) -> Tensor")
+_lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, float scale, bool "
+            "portable) -> ()")
+
+Kernel: TypeAlias = tuple[int, float, float]  # the number, alpha and limit of an activation
+_T = TypeVar("_T", Tensor, Tensor | None)
 
 FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each multiplies
 # The numbers of EpActivation in csrc/protocol/gemm_params.h.
@@ -29,29 +36,31 @@ FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def as_kernel(activation):
+def as_kernel(activation: Activation | None) -> Kernel:
     """Return (number, alpha, limit) of an activation, as csrc/protocol/gemm_params.h defines them.
 
     Raises ValueError for an unknown activation.
     """
     if isinstance(activation, (str, type(None))) and activation in KERNELS:
         return KERNELS[activation]
-    is_gated(activation)  # raises
-    if numbers := gpt_oss_numbers(activation):
+    gate = cast(SwiGLU | GptOss, activation)
+    is_gated(gate)  # raises
+    if numbers := gpt_oss_numbers(gate):
         return _ACTIVATIONS["gpt_oss"], *numbers
-    if activation == SwiGLU():
+    gate = cast(SwiGLU, gate)
+    if gate == SwiGLU():
         return KERNELS["swiglu"]
-    return _SWIGLU_NUMBERS[int(activation.offset)], float(activation.alpha), float(activation.limit)
+    return _SWIGLU_NUMBERS[int(gate.offset)], float(gate.alpha), float(gate.limit)
 
 
-def activation_of(number, alpha, limit):
+def activation_of(number: int, alpha: float, limit: float) -> Activation | None:
     """Return the activation of which as_kernel has returned these."""
     if number in _SWIGLU_NUMBERS:
         return SwiGLU(alpha, limit, _SWIGLU_NUMBERS.index(number))
     return GptOss(alpha, limit) if number == _ACTIVATIONS["gpt_oss"] else _NAMES[number]
 
 
-def aligned(t):
+def aligned(t: _T) -> _T:
     """Return t, or a copy where its address is not a multiple of 16 bytes, as the kernels need it.
 
     Autograd chooses the address of a gradient, and a bias may be a part of a larger tensor.  None gives None.
@@ -59,7 +68,7 @@ def aligned(t):
     return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
 
 
-def _out_shape(a, b, offsets, kind, activation):
+def _out_shape(a: Tensor, b: Tensor, offsets: Tensor, kind: int, activation: int) -> tuple[int, ...]:
     if kind == WGRAD:
         return offsets.shape[0] - 1, a.shape[1], b.shape[1]
     if kind == DGRAD:
@@ -67,7 +76,7 @@ def _out_shape(a, b, offsets, kind, activation):
     return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
 
 
-def rows_of_experts(offsets, num_rows):
+def rows_of_experts(offsets: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
     """Return (expert, first row, end) of each expert, read by the host.
 
     Raises ValueError for offsets that decrease, or that name rows that do not exist.
@@ -79,12 +88,13 @@ def rows_of_experts(offsets, num_rows):
     return [(e, begin, end) for e, (begin, end) in enumerate(zip(ends, ends[1:]))]
 
 
-def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
+def _by_expert(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+               kind: int, activation: int, alpha: float, limit: float) -> Tensor:
     """Compute a grouped GEMM by torch, one product per expert, for any device and dtype.
 
     The host reads the offsets.  As in the kernels, 16-bit results are rounded once, at the end.
     """
-    def wide(t):
+    def wide(t: Tensor) -> Tensor:
         return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
     named = activation_of(activation, alpha, limit)
@@ -103,7 +113,8 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
     return out
 
 
-def has_kernel(a, b, dtypes=(torch.bfloat16, torch.float16)):
+def has_kernel(a: Tensor, b: Tensor,
+               dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)) -> bool:
     """Return whether epmoe multiplies rows a and weights b, which have one of these dtypes.
 
     On the CPU it multiplies bfloat16 and float16 of any sizes, on a GPU only sizes that the kernels take.
@@ -112,11 +123,11 @@ def has_kernel(a, b, dtypes=(torch.bfloat16, torch.float16)):
     if a.device.type == "cpu":
         return a.dtype in (torch.bfloat16, torch.float16) and 0 < min(sizes) and max(sizes) <= 1 << 24
     fits = 0 < min(sizes) and max(sizes) <= 1 << 24 and math.gcd(*sizes) % 16 == 0
-    return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in dtypes and fits
+    return (bool(_C.HAS_CUDA) and a.device.type == "cuda" and a.dtype in dtypes and fits
             and capabilities(a.device).major >= 8)
 
 
-def tile_counter(a):
+def tile_counter(a: Tensor) -> Tensor | None:
     """Return a number in which one launch counts its tiles, or None where the module needs none, or has one.
 
     The number must be 0 before the launch, which also leaves it at 0, and no launch that overlaps may use it.
@@ -127,12 +138,15 @@ def tile_counter(a):
     return None if _C.gemm_has_counter(a) else torch.zeros(1, dtype=torch.int64, device=a.device)
 
 
-def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
+def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+                  kind: int, activation: int, portable: bool, alpha: float = 0.0,
+                  limit: float = 0.0) -> Tensor:
     if not has_kernel(a, b):
         return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
     if a.device.type == "cpu":
         rows_of_experts(offsets, a.shape[0])  # raises
-    a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
+    a, b, offsets = map(aligned, (a, b, offsets))
+    bias, row_weight = aligned(bias), aligned(row_weight)
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
     counter = tile_counter(a)
     _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable)
@@ -143,17 +157,18 @@ implement(_lib, "grouped_gemm", _grouped_gemm)
 
 
 @torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)
-def _(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
+def _(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None, kind: int,
+      activation: int, portable: bool, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     return a.new_empty(_out_shape(a, b, offsets, kind, activation))
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, offsets, _, _, ctx.kind, _, ctx.portable, _, _ = inputs
     ctx.sink = sink_of(b)
     ctx.save_for_backward(a, b, offsets)
 
 
-def _backward(ctx, g):
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     """Each of the three products has the other two as its gradients; see csrc/protocol/gemm_params.h."""
     a, b, offsets = ctx.saved_tensors
     check_mode(g, a, b, may_batch=True)
@@ -162,7 +177,7 @@ def _backward(ctx, g):
                  DGRAD: ((FORWARD, g, b), (WGRAD, a, g)),
                  WGRAD: ((FORWARD, b, g), (DGRAD, a, g))}[ctx.kind]
 
-    def product(kind, left, right):
+    def product(kind: int, left: Tensor, right: Tensor) -> Tensor | None:
         if kind == WGRAD:
             return gradient_of(ctx.sink, left, right, offsets, ctx.portable)
         return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, kind, 0, ctx.portable)
@@ -175,7 +190,55 @@ def _backward(ctx, g):
 torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=_save, lib=_lib)
 
 
-def check_activation(activation, num_columns):
+def _bytes_of(t: Tensor) -> tuple[int, int]:
+    """Return where the first element of t begins, and where the last one ends."""
+    reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())) + 1
+    return t.data_ptr(), t.data_ptr() + reach * t.element_size() * (t.numel() > 0)
+
+
+def _check_apart(out: Tensor, **inputs: Tensor) -> None:
+    """Raise ValueError for an out that shares memory with an input, as the module does for its kernels."""
+    begin, end = _bytes_of(out)
+    for name, (first, last) in ((name, _bytes_of(t)) for name, t in inputs.items()):
+        if first < end and begin < last and first < last:
+            raise ValueError(f"output shares memory with {name}, but the call writes the first while it uses "
+                             f"the second: pass a tensor with memory of its own")
+
+
+def _add_by_expert(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale: float) -> None:
+    """Add by torch, one product per expert.  Products of 16-bit numbers are not rounded before the sum."""
+    _check_apart(out, rows=a, input=b, offsets=offsets)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    with torch.autocast(a.device.type, enabled=False):
+        for e, begin, end in rows_of_experts(offsets, a.shape[0]):
+            if end > begin:
+                out[e] += (a[begin:end].to(wide).t() @ b[begin:end].to(wide)).mul_(scale)
+
+
+def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale: float,
+                       portable: bool) -> None:
+    """out[e] [N, K] += scale * the sum of a[r]^T b[r] over the rows of expert e.
+
+    a is [M, N] and b [M, K].  Where a float32 out is aligned to 16 bytes, the kernel adds to it once, and on
+    Hopper the L2 makes the addition.  There, numbers below 2^-126 count as zero.
+    """
+    if not has_kernel(a, b):
+        _add_by_expert(a, b, offsets, out, scale)
+        return
+    a, b, offsets = map(aligned, (a, b, offsets))
+    fits = out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
+    sums = out if fits else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    counter = tile_counter(a)
+    mark_written((sums,))
+    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable)
+    if not fits:
+        out.add_(sums)
+
+
+implement(_lib, "grouped_wgrad_add", _grouped_wgrad_add)
+
+
+def check_activation(activation: Activation | None, num_columns: int) -> Kernel:
     """Return as_kernel(activation).
 
     Raises ValueError for an unknown activation, or a gated one with an odd number of columns.
@@ -186,12 +249,13 @@ def check_activation(activation, num_columns):
     return kernel
 
 
-def _check(x, weight, counts, offsets, bias, activation, row_weight):
+def _check(x: Tensor, weight: Tensor, counts: Tensor | None, offsets: Tensor | None, bias: Tensor | None,
+           activation: Activation | None, row_weight: Tensor | None) -> Kernel:
     """Check all that the host knows, and return as_kernel(activation).
 
     The host cannot read the numbers in counts and offsets without a wait.
     """
-    name, sizes = ("offsets", offsets) if counts is None else ("counts", counts)
+    name, sizes = ("offsets", cast(Tensor, offsets)) if counts is None else ("counts", counts)
     wanted_dtypes = (torch.int32,) if counts is None else _INTEGERS
     device = None  # that of the rows, which are the first tensor
     tensors = (("rows", x), ("weights", weight), (name, sizes), ("bias", bias), ("row weights", row_weight))
@@ -228,7 +292,8 @@ def _check(x, weight, counts, offsets, bias, activation, row_weight):
     return kernel
 
 
-def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
+def _check_scales(x: Tensor, weight: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
+                  out_dtype: torch.dtype | None, leaves: tuple[Tensor | None, ...]) -> bool:
     """Check what only FP8 has.  True for a GEMM of FP8."""
     is_fp8 = x.dtype == torch.float8_e4m3fn
     if not is_fp8 and x.dtype.itemsize == 1:
@@ -257,13 +322,13 @@ def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
     return True
 
 
-def scale_shapes(x, weight):
+def scale_shapes(x: Tensor, weight: Tensor) -> tuple[list[int], list[int]]:
     """Return the shapes of the scales of FP8 rows [M, K] and weights [L, N, K], with one for each block."""
     num_n, num_k = (-(-size // FP8_BLOCK) for size in weight.shape[1:])
     return [x.shape[0], num_k], [weight.shape[0], num_n, num_k]
 
 
-def expand_scales(x, weight, a_scale, b_scale):
+def expand_scales(x: Tensor, weight: Tensor, a_scale: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return checked scales with one for each block: the tensors themselves, or views of them."""
     of_rows, of_weights = scale_shapes(x, weight)
     if list(a_scale.shape) != of_rows:
@@ -273,17 +338,17 @@ def expand_scales(x, weight, a_scale, b_scale):
     return a_scale, b_scale
 
 
-def is_transposed(weight):
+def is_transposed(weight: Tensor) -> bool:
     """Whether weights [L, N, K] are a view of contiguous ones [L, K, N].  They are then read as they are."""
     return weight.dim() == 3 and not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
 
 
-def _cast(t, dtype):
+def _cast(t: _T, dtype: torch.dtype) -> _T:
     """Return t as a contiguous tensor of a dtype, or None.  A call of to() that does nothing takes 1 us."""
     return None if t is None else (t if t.dtype == dtype else t.to(dtype)).contiguous()
 
 
-def add_bias(y, bias, offsets):
+def add_bias(y: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """Return y [M, N] plus the bias [L, N] of each row's expert.
 
     Rows that belong to no expert are returned unchanged, and have no gradient.
@@ -298,8 +363,12 @@ def add_bias(y, bias, offsets):
     return (y + F.embedding(expert, wide)).to(y.dtype)
 
 
-def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None,
-                 a_scale=None, b_scale=None, out_dtype=None, portable=False):
+# Its result is a tensor, or a tuple of two if out_dtype is FP8. "| Any" spares callers a check for the tuple.
+def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, offsets: Tensor | None = None,
+                 bias: Tensor | None = None, activation: Activation | None = None,
+                 row_weight: Tensor | None = None, a_scale: Tensor | None = None,
+                 b_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
+                 portable: bool = False) -> Tensor | Any:
     """Multiply rows, grouped by expert, with the weights of their experts.  Local to a rank.
 
     Row r of expert e gives activation(x[r] @ weight[e].T + bias[e]) * row_weight[r].  Differentiable in x,
@@ -379,15 +448,16 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     number, alpha, limit = _check(x, weight, counts, offsets, bias, activation, row_weight)
     check_mode(x, weight, bias, row_weight, may_batch=True)
     if offsets is None:
-        offsets = F.pad(counts.cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
+        offsets = F.pad(cast(Tensor, counts).cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
     x, offsets = x.contiguous(), offsets.contiguous()
     leaves = (x, weight, bias, row_weight)
     if _check_scales(x, weight, a_scale, b_scale, out_dtype, (*leaves, a_scale, b_scale)):
         quantises = out_dtype == torch.float8_e4m3fn
         dtype = torch.bfloat16 if quantises or out_dtype is None else out_dtype
-        tensors = (x, weight.contiguous(), *expand_scales(x, weight, a_scale, b_scale), offsets,
-                   _cast(bias, dtype), _cast(row_weight, torch.float32))
-        y = call("grouped_gemm_fp8", tensors, number, portable, alpha, limit, dtype)
+        scales = expand_scales(x, weight, cast(Tensor, a_scale), cast(Tensor, b_scale))
+        of_fp8 = (x, weight.contiguous(), *scales, offsets, _cast(bias, dtype),
+                  _cast(row_weight, torch.float32))
+        y = call("grouped_gemm_fp8", of_fp8, number, portable, alpha, limit, dtype)
         return call("quantize_fp8", (y, offsets[-1:]), *as_kernel(None)) if quantises else y
     kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
     weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()

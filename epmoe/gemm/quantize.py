@@ -7,11 +7,12 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _C
 from ..comm.device import capabilities
-from ..reference import activate
 from ..torch_modes import call, check_mode, implement
+from .activations import Activation, activate
 from .grouped import (FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel, has_kernel,
                       rows_of_experts, tile_counter)
 
@@ -25,7 +26,7 @@ _lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alph
             "Tensor)")
 
 
-def _check_input(x, num_dims, shape):
+def _check_input(x: Tensor, num_dims: int, shape: str) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"wanted a tensor, got {type(x).__name__}")
     if x.is_nested or x.layout is not torch.strided:
@@ -39,21 +40,21 @@ def _check_input(x, num_dims, shape):
                            "tensor")
 
 
-def _scale_of(blocks, dims):
+def _scale_of(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the scale of each block, and 1 / scale.  dims: the dimensions of a block; they become 1."""
     most = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims, keepdim=True).clamp(min=2.0**-100)
     scales = most / torch.full_like(most, 448)  # to divide by a number, torch multiplies by 1 / 448 on a GPU
     return scales, 1 / scales
 
 
-def _empty_rows(x, activation):
+def _empty_rows(x: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     """Return (q, scales) for the rows of x.  The scales are in memory column after column."""
     num_rows, k = x.shape[0], x.shape[1] // (2 if activation in GATED else 1)
     q = x.new_empty((num_rows, k), dtype=torch.float8_e4m3fn)
     return q, x.new_empty((-(-k // BLOCK), num_rows), dtype=torch.float32).t()
 
 
-def _quantize_by_torch(x, activation, alpha, limit):
+def _quantize_by_torch(x: Tensor, activation: int, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
     named = activation_of(activation, alpha, limit)
     x = x.float() if named is None else activate(x.float(), named)
     groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
@@ -61,7 +62,8 @@ def _quantize_by_torch(x, activation, alpha, limit):
     return (groups * inverse).to(torch.float8_e4m3fn).flatten(1)[:, :x.shape[1]], scales[:, :, 0]
 
 
-def _quantize_fp8(x, num_rows, activation, alpha, limit):
+def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float,
+                  limit: float) -> tuple[Tensor, Tensor]:
     q, scales = _empty_rows(x, activation)
     if x.device.type == "cpu" or (x.device.type == "cuda" and _C.HAS_CUDA
                                   and capabilities(x.device).major >= 8):
@@ -76,11 +78,12 @@ implement(_lib, "quantize_fp8", _quantize_fp8)
 
 
 @torch.library.register_fake("epmoe::quantize_fp8", lib=_lib)
-def _(x, num_rows, activation, alpha, limit):
+def _(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float) -> tuple[Tensor,
+      Tensor]:
     return _empty_rows(x, activation)
 
 
-def _check_num_rows(num_rows, x):
+def _check_num_rows(num_rows: Tensor, x: Tensor) -> None:
     if not isinstance(num_rows, torch.Tensor) or num_rows.dtype != torch.int32:
         got = num_rows.dtype if isinstance(num_rows, torch.Tensor) else type(num_rows).__name__
         raise TypeError(f"num_rows: wanted an int32 tensor of one number, as layout.expert_offsets[-1:], got "
@@ -90,7 +93,8 @@ def _check_num_rows(num_rows, x):
                          f"{list(num_rows.shape)} on {num_rows.device}")
 
 
-def quantize_fp8(x, activation=None, num_rows=None):
+def quantize_fp8(x: Tensor, activation: Activation | None = None,
+                 num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers of a row.
 
     One kernel reads the rows once.  With an activation it quantises the activations of the rows, which are
@@ -149,7 +153,7 @@ def quantize_fp8(x, activation=None, num_rows=None):
     return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel)
 
 
-def quantize_fp8_weight(weight):
+def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise weights to float8_e4m3fn, with a scale for each block of 128 by 128 numbers.
 
     Scales are computed as by quantize_fp8: the largest magnitude / 448.  Checkpoints of DeepSeek-V3 hold
@@ -190,7 +194,8 @@ def quantize_fp8_weight(weight):
     return q, scales
 
 
-def _by_expert(a, b, scales, offsets, bias, row_weight, named, out):
+def _by_expert(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], offsets: Tensor, bias: Tensor | None,
+               row_weight: Tensor | None, named: Activation | None, out: Tensor) -> Tensor:
     """Compute the grouped GEMM by torch, for any device.  The host reads the offsets.
 
     As in the kernels, each 128 products are added up first, in float32; their sum is multiplied by the
@@ -212,17 +217,19 @@ def _by_expert(a, b, scales, offsets, bias, row_weight, named, out):
     return out
 
 
-def _out_shape(a, b, activation):
+def _out_shape(a: Tensor, b: Tensor, activation: int) -> tuple[int, int]:
     return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
 
 
-def _grouped_gemm_fp8(a, b, a_scale, b_scale, offsets, bias, row_weight, activation, portable, alpha, limit,
-                      dtype):
+def _grouped_gemm_fp8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor,
+                      bias: Tensor | None, row_weight: Tensor | None, activation: int, portable: bool,
+                      alpha: float, limit: float, dtype: torch.dtype) -> Tensor:
     out = torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)
     if not has_kernel(a, b, (torch.float8_e4m3fn,)):
         named = activation_of(activation, alpha, limit)
         return _by_expert(a, b, (a_scale, b_scale), offsets, bias, row_weight, named, out.zero_())
-    a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
+    a, b, offsets = map(aligned, (a, b, offsets))
+    bias, row_weight = aligned(bias), aligned(row_weight)
     # DLPack of some versions of torch has no FP8, so the kernel gets bytes
     _C.grouped_gemm_fp8(activation, alpha, limit, a.view(torch.uint8), b.view(torch.uint8),
                         (a_scale, b_scale), offsets, bias, row_weight, tile_counter(a), out, portable)
@@ -233,5 +240,7 @@ implement(_lib, "grouped_gemm_fp8", _grouped_gemm_fp8)
 
 
 @torch.library.register_fake("epmoe::grouped_gemm_fp8", lib=_lib)
-def _(a, b, a_scale, b_scale, offsets, bias, row_weight, activation, portable, alpha, limit, dtype):
+def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, bias: Tensor | None,
+      row_weight: Tensor | None, activation: int, portable: bool, alpha: float, limit: float,
+      dtype: torch.dtype) -> Tensor:
     return torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)

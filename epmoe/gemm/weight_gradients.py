@@ -8,28 +8,34 @@ Names and meanings are those of Transformer Engine and Megatron-LM: delay_wgrad_
 fuse_wgrad_accumulation, main_grad, grad_added_to_main_grad.
 """
 
+from __future__ import annotations
+
 import collections
 import threading
 import weakref
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..torch_modes import check_mode
 
-WGRAD = 2  # as in gemm.py, which uses this file
+WGRAD = 2  # as in grouped.py, which uses this file
 
-_delaying = weakref.WeakSet()  # the WeightGradients that delay
+_delaying: weakref.WeakSet[WeightGradients] = weakref.WeakSet()  # the WeightGradients that delay
 _lock = threading.Lock()  # ranks may be threads
 _is_installed = False
 
 
-def sink_of(weight):
+def sink_of(weight: Tensor) -> Sink | None:
     """Return the Sink that weights carry, or None."""
     return getattr(weight, "_epmoe_sink", None)
 
 
-def gradient_of(sink, a, b, offsets, portable=False):
+def gradient_of(sink: Sink | None, a: Tensor, b: Tensor, offsets: Tensor,
+                portable: bool = False) -> Tensor | None:
     """Return the gradient [L, N, K] of weights, of a [M, N] and b [M, K], or what their sink returns."""
     if sink is None:
         return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, portable)
@@ -39,28 +45,29 @@ def gradient_of(sink, a, b, offsets, portable=False):
 class Factors:
     """The factors of a gradient, and what must be known to multiply them later."""
 
-    def __init__(self, sink, a, b, offsets, portable):
+    def __init__(self, sink: Sink, a: Tensor, b: Tensor, offsets: Tensor, portable: bool) -> None:
         self.sink, self.tensors, self.portable = sink, (a, b, offsets), portable
         self.versions = [t._version for t in self.tensors]
-        self.stream = self.ready = None
+        self.stream: torch.cuda.Stream | None = None
+        self.ready: torch.cuda.Event | None = None
 
-    def keep(self):
+    def keep(self) -> None:
         """Remember the stream, if the product is made later."""
         device = self.tensors[0].device
         if device.type == "cuda":
             self.stream = torch.cuda.current_stream(device)
             self.ready = self.stream.record_event()
 
-    def _wait(self):
+    def _wait(self) -> None:
         if self.stream is None:
             return
         now = torch.cuda.current_stream(self.stream.device)
         if now != self.stream:
-            now.wait_event(self.ready)
+            now.wait_event(cast(torch.cuda.Event, self.ready))
             for t in self.tensors:
                 t.record_stream(now)
 
-    def multiply(self):
+    def multiply(self) -> Tensor | None:
         """Return the gradient for autograd: [L, N, K], or None where main_grad has received it."""
         self._wait()
         if [t._version for t in self.tensors] != self.versions:
@@ -76,7 +83,7 @@ class Factors:
         return grad if scale == 1 else grad * scale
 
 
-def main_grad_of(p, name="a parameter"):
+def main_grad_of(p: Tensor, name: str = "a parameter") -> Tensor:
     """Return p.main_grad after checks.  Raises RuntimeError where it does not fit."""
     grad = getattr(p, "main_grad", None)
     wanted = f"{list(p.shape)} of float32 or {p.dtype} on {p.device}, contiguous"
@@ -93,7 +100,7 @@ def main_grad_of(p, name="a parameter"):
     return grad
 
 
-def _stand_in(p, shape):
+def _stand_in(p: Any, shape: torch.Size) -> Tensor | None:
     """Return what autograd gets where main_grad has the gradient, as Megatron-LM's hooks expect it.
 
     They run when autograd accumulates the gradient of p, and drop what they find there.
@@ -108,12 +115,12 @@ class _Later(torch.autograd.Function):
     """Runs Factors.multiply as the backward of a parameter, so that the hooks of the parameter run too."""
 
     @staticmethod
-    def forward(ctx, p, factors):
+    def forward(ctx: Any, p: Tensor, factors: Factors) -> Tensor:
         ctx.factors = factors
         return p.new_empty(())
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         grad = ctx.factors.multiply()
         return grad if grad is None else grad.view_as(ctx.factors.sink.parameter), None
 
@@ -121,12 +128,13 @@ class _Later(torch.autograd.Function):
 class Sink:
     """Takes the factors of the gradient of one parameter, in the backward of one forward pass."""
 
-    def __init__(self, owner, step, parameter, scale, shape):
+    def __init__(self, owner: WeightGradients, step: object, parameter: Tensor, scale: float,
+                 shape: torch.Size) -> None:
         self.owner, self.step, self.parameter = owner, step, parameter
         self.scale, self.shape = scale, shape  # a factor of the gradient, and [L, N, K]
-        self.leaf = None  # the node of the graph that accumulates the gradient
+        self.leaf: Any = None  # the node of the graph that accumulates the gradient
 
-    def take(self, factors):
+    def take(self, factors: Factors) -> Tensor | None:
         """Return what the backward of a product returns for its weights."""
         check_mode(*factors.tensors)
         if torch.is_grad_enabled():
@@ -145,7 +153,7 @@ class Sink:
         self.owner.add(self.step, factors)
         return None
 
-    def _is_wanted(self):
+    def _is_wanted(self) -> bool:
         """Whether this backward pass computes the gradient of the weights."""
         try:
             return torch._C._will_engine_execute_node(self.leaf)
@@ -160,17 +168,18 @@ class WeightGradients:
     delays: gradients wait for backward_dw.  fuses: they are added to main_grad.
     """
 
-    def __init__(self, delays, fuses):
+    def __init__(self, delays: bool, fuses: bool) -> None:
         self.delays, self.fuses = bool(delays), bool(fuses)
-        self.pending = collections.OrderedDict()  # forward pass -> factors, in the order of the backwards
-        self._step = None
+        # forward pass -> factors, in the order of the backwards
+        self.pending: collections.OrderedDict[object, list[Factors]] = collections.OrderedDict()
+        self._step: object = None
         if self.delays:
             _watch(self)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         return WeightGradients(self.delays, self.fuses)  # what waits is the original's
 
-    def begin(self, parameters):
+    def begin(self, parameters: Mapping[str, Tensor]) -> None:
         """Begin a forward pass.  Raises for parameters that cannot have a sink.
 
         Args:
@@ -185,7 +194,7 @@ class WeightGradients:
             if self.fuses:
                 main_grad_of(p, name)
 
-    def weight(self, p, scale, shape=None):
+    def weight(self, p: Tensor, scale: float, shape: tuple[int, ...] | None = None) -> Tensor:
         """Return an alias [L, N, K] of a parameter, whose gradient goes to a sink of this forward pass.
 
         shape: L, N, K, if the parameter has another shape; -1 as for view.
@@ -194,15 +203,15 @@ class WeightGradients:
         sink = Sink(self, self._step, p, scale, shape)
         # With delay, p is not in the graph: no hook of p runs in the backward.
         leaf = p.detach().requires_grad_() if self.delays else p
-        alias = leaf.view(shape)
+        alias: Any = leaf.view(shape)
         sink.leaf = alias.grad_fn.next_functions[0][0]  # it refers to leaf, which must not refer to the sink
         alias._epmoe_sink = sink
         return alias
 
-    def add(self, step, factors):
+    def add(self, step: object, factors: Factors) -> None:
         self.pending.setdefault(step, []).append(factors)
 
-    def compute(self):
+    def compute(self) -> None:
         """Compute the gradients of the oldest backward pass that waits."""
         if not self.pending:
             raise RuntimeError("backward_dw: no backward pass of this module waits for it: call it once "
@@ -214,7 +223,7 @@ class WeightGradients:
             token.backward(token.detach())
 
 
-def _watch(gradients):
+def _watch(gradients: WeightGradients) -> None:
     """Raise an error in the step of an optimizer for whose parameters backward_dw was not called."""
     global _is_installed
     with _lock:
@@ -224,7 +233,7 @@ def _watch(gradients):
             _is_installed = True
 
 
-def _before_step(optimizer, args, kwargs):
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     waiting = {id(f.sink.parameter) for g in list(_delaying) for fs in g.pending.values() for f in fs}
     if waiting and any(id(p) in waiting for group in optimizer.param_groups for p in group["params"]):
         raise RuntimeError("an optimizer makes a step, but gradients of its parameters wait for "

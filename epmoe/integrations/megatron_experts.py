@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe import experts as _megatron
 
-from ..gemm import wgrad  # noqa: F401  defines an operator
 from ..gemm.grouped import DGRAD
 from ..gemm.weight_gradients import WeightGradients
 

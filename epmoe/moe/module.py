@@ -16,7 +16,6 @@ from ..a2a.fused import EpAll2AllFusedOp
 from ..comm.device import integer
 from ..comm.refusals import check_plain
 from ..errors import EpMismatch
-from ..gemm import wgrad  # noqa: F401  defines an operator
 from ..gemm.activations import is_gated
 from ..gemm.grouped import grouped_gemm, is_transposed
 from ..gemm.weight_gradients import WeightGradients

@@ -3,8 +3,7 @@
 import torch.distributed as dist
 
 from ... import _C
-from ...comm.node_layout import is_mesh, sizes_of
-from ...comm.nodes import Nodes
+from ...comm.nodes import Nodes, is_mesh, sizes_of
 from ...comm.rendezvous import process_group
 from ...comm.world import World, _of_group as worlds
 

@@ -8,10 +8,10 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ... import _C
-from ...comm import node_errors as meeting
 from ...comm.nodes import Nodes
 from ...comm.rail import RESERVE_SMS
 from ...comm.refusals import is_told, mark_told
+from ...comm.validation import BARRIER, COMBINE, DISPATCH, FAILED, FINALIZE, OP_OF, PLAN, SECOND, Header
 from ...errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
 from ...torch_modes import check_mode, requires_grad
 from ..base import cast
@@ -30,7 +30,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
     """EPAll2AllLayer over several nodes: a layer that has a layer.
 
     `team_layer` is a layer of the ranks of this node, for the experts of this node and for the tokens of each
-    rank and of the ranks of its rail.  A call meets all ranks (meeting.py), moves rows over the rail
+    rank and of the ranks of its rail.  A call meets all ranks (validation.py), moves rows over the rail
     (rows.py), and calls the team layer.
     """
 
@@ -120,13 +120,13 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             if error is not None:
                 mark_told(error)
             self._settle(error)
-            failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
+            failed = 0 if error is None else SECOND if type(error) is PeerError else FAILED
             plan_number = 0 if layout is None else layout.number
-            header = meeting.Header(op, self._number, plan_number, weights, gradients, chunks, failed=failed)
+            header = Header(op, self._number, plan_number, weights, gradients, chunks, failed=failed)
             try:
-                meeting.meet(self.nodes, header)
+                self.nodes._validate(header)
             except PeerError:
-                if failed == meeting.FAILED:
+                if failed == FAILED:
                     raise error from None
                 raise
         finally:
@@ -137,7 +137,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
         try:
             # checkpointing needs no more of this forward
             if not isinstance(error, _StopRecomputationError) and not is_told(error):
-                self._meet(meeting.OP_OF[op], error=error)
+                self._meet(OP_OF[op], error=error)
             raise error
         finally:
             del error
@@ -193,7 +193,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             local, hit, facts = plan.local_indices(self, everyone)
             goes_to, owner = plan.destinations(self, indices)
             received, bad, values, sent = self.nodes._read(torch.cat([facts, goes_to.sum(1)[None]]))
-        meeting.check_indices(self.nodes, bad, values, topk, self.num_experts)
+        self.nodes._check_indices(bad, values, topk, self.num_experts)
         with self._ending():
             layout = plan.NodesLayout(self, len(indices), buffer, sent, received)
             layout.take(goes_to, owner)
@@ -211,7 +211,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
 
         more: other tensors whose gradients the backward needs.
         """
-        op = meeting.PLAN if layout is None else meeting.DISPATCH
+        op = PLAN if layout is None else DISPATCH
         try:
             weight = self._checked(input, exp_indices, weight, full_scatter_indices, layout, buffer)
         except Exception as error:
@@ -241,7 +241,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
 
     def _return(self, layout, call, weight, *tensors):
         """Meet, make call(), which is the combine of the team, and bring its rows home."""
-        self._meet(meeting.COMBINE, layout, weights=weight is not None,
+        self._meet(COMBINE, layout, weights=weight is not None,
                    gradients=requires_grad(weight, *tensors))
         with self._ending():
             return rows.Home.apply(call(), None, layout, True)[0]
@@ -278,7 +278,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
         finally:
             self._applies = False
         try:
-            self._meet(meeting.COMBINE, layout, gradients=requires_grad(x, topk_weights, *params),
+            self._meet(COMBINE, layout, gradients=requires_grad(x, topk_weights, *params),
                        error=error)
         finally:
             del error
@@ -295,8 +295,8 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
                 raise ValueError("full_scatter_indices: not over several nodes: leave it out")
             self._check_indices(exp_indices)
         except Exception as error:
-            self._meet(meeting.PLAN, error=error)
-        self._meet(meeting.PLAN)
+            self._meet(PLAN, error=error)
+        self._meet(PLAN)
         return self._plan_team(self._plan_rail(exp_indices, buffer))
 
     @torch._disable_dynamo
@@ -318,7 +318,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
                 raise RuntimeError("dispatch_fp8 has no gradients: call it under torch.no_grad(), or use "
                                    "dispatch")
         except Exception as error:
-            self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
+            self._meet(PLAN if layout is None else DISPATCH, error=error)
         layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
                                                buffer)
         with self._ending():
@@ -331,14 +331,14 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             check_mode(input, weight)
             self._check_rows("input rows", input, self.hidden, weight, layout)
         except Exception as error:
-            self._meet(meeting.COMBINE, error=error)
+            self._meet(COMBINE, error=error)
         return self._return(layout, lambda: self.team_layer.combine(input, layout.team, weight), weight,
                             input)
 
     def ep_barrier_all(self, *, buffer=0):
         self._check_buffer(_C.OP_BARRIER, buffer)
         self.synchronize()
-        self._meet(meeting.BARRIER)
+        self._meet(BARRIER)
 
     def synchronize(self):
         self._settle(now=True)
@@ -346,7 +346,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
 
     def finalize(self):
         if not self._is_closed and not self.nodes._has_ended():
-            meeting.meet(self.nodes, meeting.Header(meeting.FINALIZE, self._number))
+            self.nodes._validate(Header(FINALIZE, self._number))
         self.team_layer.finalize()
         self._is_closed = True
 
@@ -479,7 +479,7 @@ class InternodeFusedOp(InternodeLayer, EpAll2AllFusedOp):
             self._check_weights("dispatch + GEMM", (input, weight), None, self.hidden,
                                 (gemm_weight, gemm_scale, bias, activation))
         except Exception as error:
-            self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
+            self._meet(PLAN if layout is None else DISPATCH, error=error)
         layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
                                                buffer, gemm_weight, bias)
         with self._ending():
@@ -496,7 +496,7 @@ class InternodeFusedOp(InternodeLayer, EpAll2AllFusedOp):
                                 (gemm_weight, gemm_scale, bias, None))
             self._check_rows("gemm_input", gemm_input, gemm_weight.shape[2], weight, layout)
         except Exception as error:
-            self._meet(meeting.COMBINE, error=error)
+            self._meet(COMBINE, error=error)
 
         def combine():
             return self.team_layer.mega_group_gemm_combine(gemm_input, gemm_weight, layout.team, weight,

@@ -5,7 +5,7 @@
     nodes_home   brings rows home and adds them up
 
 nodes_out and nodes_home are each other's backward.  `meet` is the call for which all ranks meet first
-(meeting.py), or -1 where they have met.
+(validation.py), or -1 where they have met.
 """
 
 import weakref
@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch._library.fake_impl import allocate_size
 
-from ...comm import node_errors as meeting
+from ...comm import validation
 from ...torch_modes import implement
 from ..ops import absent, lib, register_fake
 from . import plan, rows
@@ -36,8 +36,8 @@ def _plan(x, weight, indices, layer, gradients, after=None):
     try:
         layer._checked(x, indices, weight, None, None, 0)
     except Exception as error:
-        layer._meet(meeting.PLAN, error=error)
-    layer._meet(meeting.PLAN, weights=weight is not None, gradients=gradients)
+        layer._meet(validation.PLAN, error=error)
+    layer._meet(validation.PLAN, weights=weight is not None, gradients=gradients)
     layout = layer._plan_rail(indices, 0)
     counts = torch.tensor([layout.send_tokens, layout.recv_tokens, [layout.number] * layer.num_nodes],
                           device="cpu", dtype=torch.int64)
@@ -101,14 +101,14 @@ def _save(ctx, inputs, output):
 def _out_backward(ctx, d_rows, d_scalar):
     d_scalar = d_scalar.contiguous() if ctx.has_scalar else None
     dx, d_scalar = torch.ops.epmoe.nodes_home(d_rows.contiguous(), d_scalar, *ctx.saved_tensors, ctx.layer,
-                                              ctx.num, meeting.DISPATCH_BACKWARD)
+                                              ctx.num, validation.DISPATCH_BACKWARD)
     return dx, d_scalar if ctx.has_scalar else None, *[None] * 7
 
 
 def _home_backward(ctx, d_out, d_scalar):
     d_scalar = d_scalar.contiguous() if ctx.has_scalar else None
     d_rows, d_scalar = torch.ops.epmoe.nodes_out(d_out.contiguous(), d_scalar, *ctx.saved_tensors, ctx.layer,
-                                                 ctx.num, meeting.COMBINE_BACKWARD)
+                                                 ctx.num, validation.COMBINE_BACKWARD)
     return d_rows, d_scalar if ctx.has_scalar else None, *[None] * 8
 
 
@@ -121,5 +121,5 @@ def apply(layer, moe, gradients, x, topk_idx, topk_weights):
     here_idx, *kept = torch.ops.epmoe.nodes_plan(x, topk_weights, topk_idx, layer.id, gradients)
     here, weight = torch.ops.epmoe.nodes_out(x, topk_weights, *kept, layer.id, here_idx.shape[0], -1)
     y, layout = moe._compute(layer.team_layer, here, here_idx, weight)
-    y = torch.ops.epmoe.nodes_home(y, None, *kept, layer.id, x.shape[0], meeting.COMBINE, gradients)[0]
+    y = torch.ops.epmoe.nodes_home(y, None, *kept, layer.id, x.shape[0], validation.COMBINE, gradients)[0]
     return y, layout

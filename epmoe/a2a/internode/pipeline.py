@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ...comm import node_errors as meeting
+from ...comm import validation
 from ...torch_modes import requires_grad
 from . import rows
 
@@ -122,7 +122,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_rows):
-        rows.meet_backward(ctx.flight.layout, meeting.DISPATCH_BACKWARD, d_rows)
+        rows.meet_backward(ctx.flight.layout, validation.DISPATCH_BACKWARD, d_rows)
         with ctx.flight.layer._ending():
             ctx.flight.home[ctx.chunk] = ctx.flight.bring(ctx.chunk, d_rows)
         return d_rows, None, None
@@ -159,7 +159,7 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         flight = ctx.flight
-        rows.meet_backward(flight.layout, meeting.COMBINE_BACKWARD, dy)
+        rows.meet_backward(flight.layout, validation.COMBINE_BACKWARD, dy)
         with flight.layer._ending():
             dy = dy.contiguous()
             flight.arriving = dict(zip(flight.chunks, flight.begin(dy)))
@@ -281,7 +281,7 @@ def apply(layer, moe, num_chunks, params, x, topk_idx, topk_weights):
                 error = e
             tokens[c] = here = None  # what the backward does not need
             try:
-                layer._meet(meeting.COMBINE, layout, gradients=gradients, error=error, chunks=num_chunks)
+                layer._meet(validation.COMBINE, layout, gradients=gradients, error=error, chunks=num_chunks)
             finally:
                 del error
             with layer._ending():

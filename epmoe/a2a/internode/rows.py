@@ -7,7 +7,7 @@ the own node are rounded too; they are copied in memory and never cross the rail
 
 import torch
 
-from ...comm import node_errors as meeting
+from ...comm import validation
 from ...torch_modes import check_mode
 
 
@@ -84,7 +84,7 @@ class Out(torch.autograd.Function):
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
         if not met:
-            meet_backward(layout, meeting.COMBINE_BACKWARD, x)
+            meet_backward(layout, validation.COMBINE_BACKWARD, x)
         return tuple(out(layout, x, scalar))
 
     @staticmethod
@@ -102,7 +102,7 @@ class Home(torch.autograd.Function):
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
         if not met:
-            meet_backward(layout, meeting.DISPATCH_BACKWARD, rows)
+            meet_backward(layout, validation.DISPATCH_BACKWARD, rows)
         return home(layout, rows, scalar)
 
     @staticmethod
