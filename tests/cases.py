@@ -12,6 +12,7 @@ import os
 
 import torch
 import torch.utils.deterministic
+from hypothesis import strategies as st
 
 import epmoe
 from epmoe import reference
@@ -387,3 +388,38 @@ def poison_memory():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
+    """An EpAll2AllFusedOp for a case. See cases.make_layer."""
+    options = ({"fused": True} if issubclass(kind, epmoe.EpAll2AllFusedOp) else {}) | options
+    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode,
+               "enable_local_combine": case.mode == "local", "capacity": capacity_of(case, world.size),
+               "num_sm": case.num_sm, "num_buffers": case.num_buffers} | options
+    op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size,
+              dtype=case.dtype, device=device, **options)
+    keep(world, op)
+    return op
+
+
+def scatter_within(p, idx, num_experts, rank):
+    """full_scatter_indices of a rank that reverse the order of the rows of each expert."""
+    size, local = len(p["rows"]), num_experts // len(p["rows"])
+    rows = p["token_row"][rank].clone()
+    per_expert = p["counts"].sum(0)
+    for r in range(size):
+        at = 0
+        for e in range(r * local, (r + 1) * local):
+            n, of = int(per_expert[e]), idx.long() == e
+            rows[of] = 2 * at + n - 1 - rows[of]
+            at += n
+    return rows.to(torch.int32)
+
+
+def any_indices(data, num_ranks):
+    """A small Case and the indices [T, K] of each rank, with T up to 6. hypothesis draws both."""
+    topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    choices = st.lists(st.integers(-1, num_local * num_ranks), min_size=topk, max_size=topk)
+    indices = [torch.tensor(data.draw(st.lists(choices, max_size=6)), dtype=torch.int64).reshape(-1, topk)
+               for _ in range(num_ranks)]
+    return Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8), indices

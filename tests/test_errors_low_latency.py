@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import epmoe
+from low_latency_cases import Call, Shape, check_call, make, run_call
 from outcomes import check_outcomes, outcome
-from test_low_latency import Call, Shape, check_call, make, run_call
 
 SHAPE = Shape()
 GOOD = Call(seed=7, tokens="full")

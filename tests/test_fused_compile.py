@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from cases import same_bits
-from fused_cases import Experts, LEAVES, StagedOp, has_fused_path, tensors
+from cases import make_op, same_bits
+from fused_cases import LEAVES, Experts, StagedOp, has_fused_path, tensors
 from pace import HANG_S
-from test_plan_slots import make_op
 
 
 def run_compiled(world, device):

@@ -7,13 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from cases import MODES, case_id, indices_of, misaligned
+from cases import MODES, case_id, indices_of, make_op, misaligned, scatter_within
 from epmoe import reference
-from fused_cases import (
-    ACTIVATIONS, Experts, LOW, StagedOp, check, check_numbers, check_sums64, grown, has_fused_path, same,
-    poison_staging, step, tensors,
-)
-from test_plan_slots import make_op, scatter_within
+from fused_cases import (ACTIVATIONS, LOW, Experts, StagedOp, check, check_numbers, check_sums64, grown,
+                         has_fused_path, poison_staging, same, step, tensors)
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=case_id)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import epmoe
+from cases import make_op
 from epmoe import _C
-from epmoe.moe import experts as experts_ops
-from epmoe.bench.shapes import SHAPES
 from epmoe.a2a.fused import fuses
-from epmoe.gemm.grouped import DGRAD, as_kernel
+from epmoe.bench.shapes import SHAPES
+from epmoe.gemm.grouped import as_kernel
+from epmoe.moe import experts as experts_ops
 from fused_cases import Experts
-from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
 # The last arguments of the operations, after the tensors, in order.

@@ -9,8 +9,8 @@ import torch
 
 import epmoe
 from cases import keep, outcome
+from moe_cases import Model, check_moe, inputs_of, make_moe
 from pace import HANG_S
-from test_moe_layer import Model, check_moe, inputs_of, make_moe
 
 MODELS = (Model(num_local=1, capacity=True, unequal=False),
           Model(num_local=1, capacity=True, activation=epmoe.GptOss(alpha=1.3, limit=0.6), bias=True,

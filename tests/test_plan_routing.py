@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from cases import (Case, case_id, check_case, check_plan, indices_of, layout_parts, make_layer, num_tokens,
-                   run_case)
+from cases import (Case, any_indices, case_id, check_case, check_plan, indices_of, layout_parts, make_layer,
+                   num_tokens, run_case)
 from epmoe.testing import PATTERNS
 
 
@@ -138,15 +137,6 @@ def test_plan_of_fewer_tokens_than_before(ranks):
     results = ranks(shrink)
     for i in range(6):
         check_plan([r[i] for r in results], 2 * len(results))
-
-
-def any_indices(data, num_ranks):
-    """A small Case and the indices [T, K] of each rank, with T up to 6. hypothesis draws both."""
-    topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-    choices = st.lists(st.integers(-1, num_local * num_ranks), min_size=topk, max_size=topk)
-    indices = [torch.tensor(data.draw(st.lists(choices, max_size=6)), dtype=torch.int64).reshape(-1, topk)
-               for _ in range(num_ranks)]
-    return Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8), indices
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None,

@@ -12,27 +12,13 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-import epmoe
-from cases import (MODES, Case, capacity_of, case_id, check_rows, check_sums, generator, indices_of,
-                   inputs_of, keep, layout_parts, run_routing, same_bits, same_numbers, poison_staging)
+from cases import (MODES, Case, any_indices, case_id, check_rows, check_sums, generator, indices_of,
+                   inputs_of, layout_parts, make_op, poison_staging, run_routing, same_bits, same_numbers,
+                   scatter_within)
 from epmoe import reference
 from epmoe.testing import PATTERNS
-from test_plan_routing import any_indices
-
-
-def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
-    """An EpAll2AllFusedOp for a case. See cases.make_layer."""
-    options = ({"fused": True} if issubclass(kind, epmoe.EpAll2AllFusedOp) else {}) | options
-    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode,
-               "enable_local_combine": case.mode == "local", "capacity": capacity_of(case, world.size),
-               "num_sm": case.num_sm, "num_buffers": case.num_buffers} | options
-    op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size,
-              dtype=case.dtype, device=device, **options)
-    keep(world, op)
-    return op
 
 
 def ordered(tokens, key):
@@ -213,20 +199,6 @@ def test_slots_of_any_indices(ranks, data):
 
     for idx, got in zip(indices, ranks(plan, world_size=3)):
         check_orders(got, idx, case.num_local * len(indices), len(indices), True)
-
-
-def scatter_within(p, idx, num_experts, rank):
-    """full_scatter_indices of a rank that reverse the order of the rows of each expert."""
-    size, local = len(p["rows"]), num_experts // len(p["rows"])
-    rows = p["token_row"][rank].clone()
-    per_expert = p["counts"].sum(0)
-    for r in range(size):
-        at = 0
-        for e in range(r * local, (r + 1) * local):
-            n, of = int(per_expert[e]), idx.long() == e
-            rows[of] = 2 * at + n - 1 - rows[of]
-            at += n
-    return rows.to(torch.int32)
 
 
 def test_slots_do_not_depend_on_scatter_indices(ranks):

@@ -12,11 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import epmoe
 from cases import outcome, process_ranks
-from test_moe_parallel import (BELOW, Block, adapt, close, copies, gradients_of_one_process, same, tensors_of,
-                               tokens)
+from parallel_cases import (BELOW, FULL, Block, adapt, close, copies, gradients_of_one_process, same,
+                            state_of, tensors_of, tokens, whole_of)
 
 pytestmark = pytest.mark.cpu_only
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def make(how, seed=0):
@@ -33,18 +32,6 @@ def make(how, seed=0):
     shape, names = ((size // 2, 2), ("r", "s")) if how == "hsdp" else ((size,), None)
     fully_shard(epmoe.prepare_fsdp(model), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     return model, model
-
-
-def state_of(model, optimizer):
-    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-
-
-def whole_of(model, optimizer):
-    """The whole state of model and AdamW on rank 0, flat and of plain tensors."""
-    model_state = get_model_state_dict(model, options=FULL)
-    states = get_optimizer_state_dict(model, optimizer, options=FULL).get("state", {})
-    return ({n: t.clone() for n, t in model_state.items()},
-            {f"{n}.{k}": t.clone() for n, s in states.items() for k, t in s.items()})
 
 
 def _save(rank, world_size, how, path):
