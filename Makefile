@@ -9,8 +9,8 @@
 # make report     write the tables and plots of README.md, docs/performance.md and docs/experiments
 # make wheels     build wheels in dist, for the CPU and with nvcc for CUDA, and use each in an empty environment
 # make docs       build the site in build/docs, with docs/requirements.txt in a venv; a warning is an error
-# make check      everything that a commit must pass: test with the long tests, format, style, the C tests in
-#                 full, the models of the protocol, the documents, and with nvcc the kernels
+# make check      everything, of which .ci/run is a part; it runs each night: test with the long tests, format,
+#                 style, the C tests in full, the models of the protocol, the documents, and with nvcc the kernels
 # make tsan       the C tests with ThreadSanitizer
 # make models     check the models of the protocol with spin
 # make soak       long runs, tens of minutes: a million operations with random delays, 200,000 routings,
