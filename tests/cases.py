@@ -74,6 +74,14 @@ def pairwise(**values):
     return found
 
 
+def first(num, values):
+    """The values as parameters of a test. Those after the first num are long."""
+    import pytest
+
+    return [v if i < num else pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.long)
+            for i, v in enumerate(values)]
+
+
 def case_id(value):
     """The id of a test parameter, or None for pytest's default."""
     return str(value).removeprefix("torch.") if isinstance(value, (Case, torch.dtype)) else None

@@ -195,7 +195,7 @@ def test_examples_failing_rank_fails_the_program(tmp_path):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("line", ["01_heap.py --nonsense", "ep_a2a.py --drop_ratio 1.5", "ep_a2a.py -M -1"])
+@pytest.mark.parametrize("line", ["01_heap.py --nonsense", "ep_a2a.py --drop_ratio 1.5"])
 def test_examples_reject_wrong_arguments(tmp_path, line):
     name, *arguments = line.split()
     code, output = run([sys.executable, str(ROOT / "examples" / name), *arguments], tmp_path,

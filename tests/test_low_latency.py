@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import epmoe
+from cases import pairwise
 from epmoe import _C
 from epmoe.testing import PATTERNS
 from low_latency_cases import Call, Shape, check_call, experts_of, make, run_call
@@ -24,10 +25,11 @@ def run_calls(ranks, shape, calls, **options):
         check_call(shape, call, [r[i] for r in results])
 
 
-@pytest.mark.parametrize("layout", ["masked", "compact"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_low_latency_dtypes_and_layouts(ranks, layout, dtype, world_size):
+@pytest.mark.parametrize("values", pairwise(
+    world_size=(4, 2, 1), dtype=(torch.bfloat16, torch.float16, torch.float32), layout=("masked", "compact")),
+    ids=lambda values: "-".join(map(str, values.values())))
+def test_low_latency_dtypes_and_layouts(ranks, values):
+    world_size, dtype, layout = values.values()
     calls = [Call(seed=s, layout=layout, pattern=p, index_dtype=i, weights=s % 3 > 0)
              for s, (p, i) in enumerate(itertools.product(PATTERNS, (torch.int64, torch.int32)))]
     run_calls(ranks, Shape(dtype=dtype, hidden=72), calls, world_size=world_size)

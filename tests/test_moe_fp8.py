@@ -430,6 +430,7 @@ def compile_and_load(world, device, path):
     return results
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_moe_fp8_compiles_and_loads_checkpoints_of_other_ranks(ranks, tmp_path):

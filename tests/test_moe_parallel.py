@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import epmoe
-from cases import outcome, process_ranks
+from cases import first, outcome, process_ranks
 from epmoe.testing import run_threads
 from parallel_cases import (BELOW, EXPERTS, HIDDEN, INNER, Adapters, adapt, check_prepared_ddp,
                             check_wrong_mesh, close, copies, gradients_of_one_process, make, same,
@@ -157,7 +157,7 @@ def _below(rank, world_size, kind):
     return wrong, norm, (squares + model.router.weight.grad.square().sum()).sqrt()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", first(1, [2, 4]))
 @pytest.mark.parametrize("kind", BELOW)
 def test_moe_ddp_leaves_what_is_below_experts_to_their_rank(kind, num_ranks):
     for wrong, norm, want in process_ranks(_below, num_ranks, kind):
@@ -221,7 +221,7 @@ def _fsdp_below(rank, world_size, kind):
     return refused, copies(got), want, norm, squares.sqrt()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", first(1, [2, 4]))
 @pytest.mark.parametrize("kind", BELOW)
 def test_moe_fsdp_leaves_what_is_below_experts_to_their_ranks(kind, num_ranks):
     for refused, got, want, norm, wanted_norm in process_ranks(_fsdp_below, num_ranks, kind):
@@ -264,7 +264,7 @@ def _moved_below(rank, world_size, kind):
     return moved, torch.equal(again, y), same_whole, home, wants
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", first(1, [2, 4]))
 @pytest.mark.parametrize("kind", BELOW)
 def test_moe_map_moves_what_is_below_experts(kind, num_ranks):
     for moved, same_result, same_whole, home, wants in process_ranks(_moved_below, num_ranks, kind):

@@ -70,6 +70,7 @@ class Folder(mutants.Tree):
         self.folder, self.limit_s, self.failing = folder, 900, set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("test, want", [("assert one() == 1", "tests/test_one.py"),
                                         ("assert True", "survived"), ("assert False", "survived")])
 def test_mutants_are_judged(tmp_path, monkeypatch, test, want):

@@ -112,6 +112,7 @@ def of_processes(rank, size):
     return found
 
 
+@pytest.mark.long
 def test_fixed_sizes_between_processes():
     for rank, (want, *others) in enumerate(process_ranks(of_processes, 4)):
         for i, results in enumerate(others):

@@ -134,6 +134,7 @@ def over_nodes(rank, size, fn, *args):
     return fn(rank, size, *args)
 
 
+@pytest.mark.long
 def test_recipes_over_nodes():
     """Tests of one node: DDP with a compiled forward, and FSDP2 over different experts."""
     def run(fn, size, *args, **options):

@@ -88,6 +88,7 @@ def test_stress_detects_one_wrong_number(monkeypatch):
     assert "a wrong result: combine: at " in failure(2, number)
 
 
+@pytest.mark.long
 def test_stress_detects_a_call_that_failed_on_one_rank_only(monkeypatch):
     real = epmoe.SymmetricHeap.malloc_symmetric
 
@@ -103,6 +104,7 @@ def test_stress_detects_a_call_that_failed_on_one_rank_only(monkeypatch):
     assert "ranks have different heaps" in text or "ranks have different tensors" in text
 
 
+@pytest.mark.long
 def test_stress_detects_an_error_that_is_not_told(monkeypatch):
     real = epmoe.World.exchange
 
@@ -121,6 +123,7 @@ def test_stress_detects_an_error_that_is_not_told(monkeypatch):
 # ---- the command ----
 
 
+@pytest.mark.long
 def test_stress_command_prints_how_to_repeat_a_failure(monkeypatch, capsys):
     ends = []
     monkeypatch.setattr(stress.os, "_exit", ends.append)
