@@ -90,6 +90,7 @@ CONCERN = {
     "epmoe/moe/placement.py": "expert_map moe_map",
     "epmoe/moe/chunks.py": "nodes_chunks",
     "epmoe/moe/*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies moe_fp8",
+    "epmoe/gemm/grouped.py": "gemm_* fp8 fused_forward",
     "epmoe/gemm/quantize.py": "fp8 fp8_quantize",
     "epmoe/gemm/w*gr*.py": "moe_weight_gradients gemm_products *wgrad*",
 }
