@@ -12,26 +12,14 @@ import torch
 import epmoe
 from cases import generator
 from epmoe import reference
-from test_gemm_products import (ACTIVATIONS, EPS, MODELS, SIZES, TINY, forward64, kernels, problem,
-                                rows_of_experts)
+from gemm_cases import (ACTIVATIONS, EPS, MODELS, SIZES, TINY, bits, dequantized, forward64, kernels,
+                        problem, rows_of_experts)
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(32, 16), (272, 208), (96, 1040), (400, 384)]  # N, K: also none of a multiple of a block
 # The error of a sum of 128 products, divided by the sum of their magnitudes: in float32, and where the tensor
 # cores of Hopper add up numbers of FP8. There it is a bound for random numbers.
 FLOAT32, TENSOR_CORES = 2.0**-17, 2.0**-9
-
-
-def bits(t):
-    return t.view(torch.uint8)
-
-
-def dequantized(q, scales):
-    """The numbers of rows or weights in float64: each times the scale of its block."""
-    for dim in range(q.dim()):
-        if scales.shape[dim] != q.shape[dim]:
-            scales = scales.repeat_interleave(128, dim).narrow(dim, 0, q.shape[dim])
-    return q.double() * scales.double()
 
 
 def fp8_problem(sizes, n, k, device, dtype=torch.bfloat16, seed=0):

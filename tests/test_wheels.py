@@ -37,6 +37,7 @@ def test_wheels_of_the_cpu_work_in_an_empty_environment(wheel, tmp_path):
     assert wheels.use(wheel, tmp_path).startswith("ran on 2 CPU ranks, with torch")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(missing("auditwheel", "patchelf")),
                     reason=f"no manylinux tag: no {missing('auditwheel', 'patchelf')}")
 def test_wheels_get_a_manylinux_tag_and_no_library(wheel, tmp_path):
