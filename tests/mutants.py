@@ -62,8 +62,9 @@ CONCERN = {
     "epmoe/integrations/deep_ep/*": "integrations_deep_ep* docstrings",
     "epmoe/integrations/*": "integrations_{word}*",
     "epmoe/bench/*": "bench*",
-    "epmoe/a2a/internode/*": "nodes* node_* docstrings",
-    "epmoe/comm/node*": "nodes* node_* docstrings",
+    "epmoe/a2a/internode/*": "nodes* docstrings",
+    "epmoe/comm/liveness.py": "liveness nodes_topology docstrings",
+    "epmoe/comm/node*": "nodes* docstrings",
     "epmoe/comm/rail.py": "nodes*",
     "epmoe/gemm/activation*": "moe_activations *activation*",
     "epmoe/torch_modes.py": "gemm_direct written_tensors errors_forward_mode errors_gradients "

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from .. import _C
 from ..errors import EpClosed, EpError, EpMismatch, EpTimeout, PeerDied, PeerError
 from . import node_errors as meeting
+from .liveness import Liveness
 from .node_layout import Card, check_layout, group_of_mesh, is_mesh, own_card, sizes_of
-from .node_links import NodeLinks
 from .rail import TorchRail, named, new_group
 from .rendezvous import DEFAULT_TIMEOUT_S, all_gather_bytes, checked_timeout_s, process_group
 from .world import Shared, World
 
 _of_group = {}  # id(group) -> Nodes: one serves all layers of a group
 _CODES = {EpTimeout: _C.ETIMEOUT, EpMismatch: _C.EMISMATCH, EpClosed: _C.ECLOSED}  # others: EPEERDIED
-_VERDICT_S = 5.0  # how long a rank waits for the name of a rank that has died: NodeLinks needs 3 s at most
+_VERDICT_S = 5.0  # how long a rank waits for the name of a rank that has died: Liveness needs 3 s at most
 
 
 class Nodes(Shared):
@@ -102,11 +102,11 @@ class Nodes(Shared):
             rail = TorchRail.create(self.group, ranks, list(on_rail), f"{nonce} {local_rank}", timeout_s)
         self._set_sizes(World(team, timeout_s), rail, node, num_nodes)
         try:
-            self._links = NodeLinks(self.group, self.team, rail.abort, timeout_s)
+            self._liveness = Liveness(self.group, self.team, rail.abort, timeout_s)
         except BaseException:
             self._leave(False)
             raise
-        rail.has_ended = lambda: self._links.verdict(0.0)
+        rail.has_ended = self._liveness.has_ended
 
     def _refuse(self):
         """Report in an exchange that this rank cannot take part."""
@@ -128,7 +128,7 @@ class Nodes(Shared):
         self._num_layers = 0  # that were created
         self._is_waiting = False  # whether a call is in an exchange
         self._reason = None  # the error of the rail that ended it
-        self._links = None  # NodeLinks; None for one node, and for ranks that are threads
+        self._liveness = None  # None for one node, and for ranks that are threads
 
     @classmethod
     def _of_parts(cls, team, rail, node, num_nodes):
@@ -258,9 +258,9 @@ class Nodes(Shared):
             self._is_waiting = was_waiting
 
     def _end_of_rail(self, error):
-        """End the nodes, and return why: the links may know which rank has died."""
-        may_know = type(error) in (EpError, PeerDied) and self._links is not None
-        if may_know and self._links.verdict(_VERDICT_S):
+        """End the nodes, and return why: the lifelines may know which rank has died."""
+        may_know = type(error) in (EpError, PeerDied) and self._liveness is not None
+        if may_know and self._liveness.has_ended(_VERDICT_S):
             try:
                 self.team.check()
             except EpError as known:
@@ -279,8 +279,8 @@ class Nodes(Shared):
                               f"{type(reason).__name__} {reason}"[:250])
         self._reason = self._reason or reason
         _C.world_abort(self.team._c, _CODES.get(type(reason), _C.EPEERDIED), str(reason)[:250])
-        if self._links is not None:
-            self._links.verdict(_VERDICT_S)  # the other ranks have been told
+        if self._liveness is not None:
+            self._liveness.has_ended(_VERDICT_S)  # it tells the other ranks
         with contextlib.suppress(EpError):
             self.team._leave(False)
         self._drop_rail()
@@ -322,8 +322,8 @@ class Nodes(Shared):
             ...     nodes.lost_ranks()
             []
         """
-        if self._links is not None:
-            return self._links.lost_ranks()
+        if self._liveness is not None:
+            return self._liveness.lost_ranks()
         return [self.node * self.local_size + rank for rank in self.team.lost_ranks()]
 
     def set_timeout(self, timeout_s):
@@ -380,15 +380,23 @@ class Nodes(Shared):
         try:
             if collective and self.rail is not None and not self._has_ended():
                 meeting.meet(self, meeting.Header(meeting.CLOSE))
+                self._expect_leaves()
             self.team._leave(collective)
-            if self._links is not None and collective:
-                self._links.close()
         except (ValueError, PeerError):  # it is still open; EpMismatch is a ValueError
+            if self._liveness is not None:
+                self._liveness.expects_leaves = False
             raise
         except Exception:
             self._forget(collective)
             raise
         self._forget(collective)
+
+    def _expect_leaves(self):
+        """All ranks expect others to leave, before any rank of this rail or this node leaves.  Collective."""
+        if self._liveness is not None:
+            self._liveness.expects_leaves = True
+            with contextlib.suppress(EpError):  # a rank that dies now is no longer needed
+                self.rail.meet(b"x")
 
     def _forget(self, collective):
         if collective and _of_group.get(id(self._key)) is self:
@@ -397,8 +405,8 @@ class Nodes(Shared):
 
     def _drop_rail(self, in_order=False):
         """Close the connections to the other nodes."""
-        if self._links is not None:
-            self._links._leave()
+        if self._liveness is not None:
+            self._liveness.leave()
         if self.rail is not None:
             self.rail.close(in_order)
 
