@@ -115,7 +115,7 @@ class Liveness:
         self._end = None  # of another node, as _read_end returns it
         self._end_at = None
         self._failure = None  # the error of the store
-        self._failed_at = None  # when the first was
+        self._failed_at = None  # when it was; the store is not asked again
         self._is_mute = False  # whether the store has not answered in time
         self._calls = queue.SimpleQueue()  # for the thread of the store
         self._has_ended = threading.Event()
@@ -246,9 +246,10 @@ class Liveness:
                 return
             call, is_done = work
             try:
-                call(store)
+                if self._failed_at is None:
+                    call(store)
             except RuntimeError as error:
-                self._failure, self._failed_at = error, self._failed_at or time.monotonic()
+                self._failure, self._failed_at = error, time.monotonic()
             if is_done is not None:
                 is_done.set()
 
@@ -324,6 +325,10 @@ class Liveness:
         """Return the code and the text with which the team is to end now, or None."""
         if self._end and self._end[0] != _C.EPEERDIED:
             return self._end[:2]
+        if self._failed_at is not None and now > self._failed_at + LEAVE_GRACE_S:
+            return _C.EPEERDIED, (f"rank {self.rank}: the process with the store of the process group died, "
+                                  f"through which the nodes tell each other why they end: "
+                                  f"{self._failure}"[:_MAX_TEXT])
         if self._lost or self._end:
             if now < min(filter(None, (self._lost_at, self._end_at))) + SETTLE_S:
                 return None
@@ -334,10 +339,6 @@ class Liveness:
                 self._lost[rank] = False
                 return _C.EPEERDIED, (f"{self._name(rank)} left alone: close() is collective, and all ranks "
                                       f"must call it")
-        if self._failed_at is not None and now > self._failed_at + LEAVE_GRACE_S:
-            return _C.EPEERDIED, (f"rank {self.rank}: the process with the store of the process group died, "
-                                  f"through which the nodes tell each other why they end: "
-                                  f"{self._failure}"[:_MAX_TEXT])
         return None
 
     # ---- texts ----
