@@ -115,7 +115,8 @@ class Liveness:
         self._first = self.rank // team.size * team.size  # rank of this node
         self._on_end = on_end
         self._pid = os.getpid()
-        self._closed: dict[int, float] = {}  # rank whose lifeline has closed -> when; it moves to one of the next two
+        # Rank whose lifeline has closed -> when; it moves to one of the next two.
+        self._closed: dict[int, float] = {}
         self._left: dict[int, float] = {}  # rank that has left in order -> when this rank has learned it
         self._lost: dict[int, bool] = {}  # rank of another node -> whether its host was silent
         self._lost_at: float | None = None  # when the first of them was
