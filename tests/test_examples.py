@@ -35,7 +35,7 @@ EXAMPLES = [
 ]
 IDS = [f"{name} {arguments}".strip().replace(" ", "_") for name, arguments, _ in EXAMPLES]
 OF_FOUR_RANKS = ("train_lm.py", "--quick --nodes 2", r"demo: ok")
-LONG = "train_lm.py_nodes", "finetune_transformers.py", "generate_transformers.py"
+LONG = "train_lm.py_--quick", "train_lm.py_nodes", "finetune_transformers.py", "generate_transformers.py"
 ON_CPU = [pytest.param(*example, id=name, marks=[pytest.mark.long] if name in LONG else [])
           for example, name in zip([*EXAMPLES, OF_FOUR_RANKS], [*IDS, "train_lm.py_nodes"])]
 

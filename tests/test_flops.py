@@ -167,6 +167,7 @@ def test_every_operator_has_a_formula_or_no_products():
     assert names and with_formula | NO_PRODUCTS == names and not with_formula & NO_PRODUCTS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["epmoe", "torch.utils.flop_counter"])
 def test_formulas_are_registered_in_any_order_of_imports(first):
     """epmoe does not import FlopCounterMode, which imports Triton: half a second."""

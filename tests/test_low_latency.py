@@ -56,10 +56,11 @@ def test_low_latency_expert_offsets(ranks, num_sm):
             assert offsets == list(itertools.accumulate(counts, initial=0))
 
 
-@pytest.mark.parametrize("fp8", [True, "pow2", "ue8m0"])
-@pytest.mark.parametrize("layout", ["masked", "compact"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_latency_fp8(ranks, fp8, layout, dtype):
+@pytest.mark.parametrize("values", pairwise(
+    fp8=(True, "pow2", "ue8m0"), layout=("masked", "compact"), dtype=(torch.bfloat16, torch.float16)),
+    ids=lambda values: "-".join(map(str, values.values())))
+def test_low_latency_fp8(ranks, values):
+    fp8, layout, dtype = values.values()
     calls = [Call(seed=s, layout=layout, fp8=fp8) for s in range(6)]
     run_calls(ranks, Shape(dtype=dtype, hidden=1024 if fp8 == "ue8m0" else 640, max_tokens=17), calls)
 

@@ -144,12 +144,13 @@ def wrong_on_one_rank(world, device):
     keep(world, moe)
     fast = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=True)
     x, idx, weight = routed(world, device, 6)
-    right, seen = [torch.equal(fast(x, idx, weight), moe(x, idx, weight))], []
-    for wrong in ((x.bfloat16(), idx, weight), (x[:, :8], idx, weight), (x, idx[:, :1], weight),
-                  (x, idx.float(), weight), (x, idx, weight.long()), (x, idx, weight[:, :1])):
-        arguments = wrong if world.rank == world.size - 1 else (x, idx, weight)
-        seen.append(outcome(lambda: fast(*arguments), moe.layer).kind)
-        right.append(torch.equal(fast(x, idx, weight), moe(x, idx, weight)))
+    with torch.no_grad():  # a graph for each wrong call takes seconds, with gradients three times as long
+        right, seen = [torch.equal(fast(x, idx, weight), moe(x, idx, weight))], []
+        for wrong in ((x.bfloat16(), idx, weight), (x[:, :8], idx, weight), (x, idx[:, :1], weight),
+                      (x, idx.float(), weight), (x, idx, weight.long()), (x, idx, weight[:, :1])):
+            arguments = wrong if world.rank == world.size - 1 else (x, idx, weight)
+            seen.append(outcome(lambda: fast(*arguments), moe.layer).kind)
+            right.append(torch.equal(fast(x, idx, weight), moe(x, idx, weight)))
     moe.finalize()
     return seen, all(right)
 
@@ -330,7 +331,7 @@ def test_moe_compile_breaks_only_at_sizes_of_the_run(ranks):
         assert same and found and set(found) == {"Dynamic shape operator"}, found
 
 
-@pytest.mark.parametrize("order", ["smaller", "larger"])
+@pytest.mark.parametrize("order", first(1, ["smaller", "larger"]))
 def test_moe_compile_two_plans_in_one_buffer(ranks, order):
     """The second plan is smaller or larger than the first."""
     assert all(ranks.isolated(two_plans, order, world_size=2, timeout_s=HANG_S))

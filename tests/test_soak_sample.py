@@ -15,7 +15,7 @@ import faults
 import fuzz_module
 import soak
 import soak_ops
-from cases import process_ranks
+from cases import first, process_ranks
 from epmoe import _C
 from epmoe.testing import run_threads
 from pace import HANG_S, WAIT_S
@@ -152,7 +152,7 @@ def test_faults_sample():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("how", ["move", "decode"])
+@pytest.mark.parametrize("how", first(1, ["move", "decode"]))
 def test_faults_stopped_and_late_sample(monkeypatch, how):
     monkeypatch.setattr(faults, "STOP_LIMIT_S", 1.0)
     assert faults.stops(3, "cpu", how) == []
