@@ -43,8 +43,8 @@ RANK = int(os.environ["RANK"]) if TORCHRUN else 0
 WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 0
 NUM_LOCAL = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
 # The number of this worker of xdist. Its ranks that are threads share one core, because other workers use
-# the others: a rank that waits yields to the rank that it waits for, and a test takes a third of the time. With
-# --long they do not: ranks that run at the same time find races.
+# the others: a rank that waits yields to the rank that it waits for, and a test takes a third of the time.
+# With --long they do not: ranks that run at the same time find races.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
 SHARES_CORE = bool(WORKER)
 THREADS_ON_CUDA = not TORCHRUN and os.environ.get("EPMOE_TEST_THREADS") == "cuda"
