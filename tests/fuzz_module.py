@@ -189,7 +189,9 @@ SIGNATURES = {
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
     "heap_handle": "H", "worlds_settle": "",
     "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L",
-    "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
+    "layer_has_many_rows": "config", "layer_decodes": "config",
+    "layer_fuses": "config flag n n n flag flag flag",
+    "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
     "layer_dispatch": "L small | x weight? plan rows row_weight? recv small small",
     "layer_dispatch_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
@@ -197,21 +199,19 @@ SIGNATURES = {
     "layer_combine": "L small | rows row_weight? row_weight? x? x? plan recv out out_scalar? small small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out out? small"
-                           " seconds seconds small small small small small small small",
+                           " seconds seconds small small small",
     "layer_dispatch_gemm_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
-                               " recv tensor weight weight? out small seconds seconds small small small"
-                               " small small",
+                               " recv tensor weight weight? out small seconds seconds small",
     "layer_gemm_combine": "L small | rows tensor weight? out row_weight? row_weight? plan recv out"
-                          " out_scalar? small small small small small",
+                          " out_scalar? small small",
     "layer_gemm_combine_fp8": "L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? plan"
-                              " recv out small small small",
+                              " recv out",
     "layer_experts": "L small | x idx weight tensor weight? tensor weight? plan recv rows row_weight out?"
-                     " tensor tensor out small seconds seconds small small small small small small small"
-                     " small small small",
+                     " tensor tensor out small seconds seconds small small small",
     "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight small"
-                          " seconds seconds small small small small small small",
+                          " seconds seconds",
     "layer_experts_up": "L small | rows tensor row_weight plan recv rows rows rows out? rows out out_scalar"
-                        " out? small small small small",
+                        " out?",
     "layer_ll_experts": "LL small | fast_x idx weight tensor weight? tensor weight? handle compact counts"
                         " tensor compact fast_x small seconds seconds",
     "layer_trace": "L small tensor small",
