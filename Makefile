@@ -10,8 +10,8 @@
 # make wheels     build wheels in dist, for the CPU and with nvcc for CUDA, and use each in an empty environment
 # make docs       build the site in build/docs, with docs/requirements.txt in a venv; a warning is an error
 # make types      check the types of epmoe with mypy, without the integrations; make test does it too
-# make check      everything that a commit must pass: test with the long tests, format, style, the C tests in
-#                 full, the models of the protocol, the documents, and with nvcc the kernels
+# make check      everything, of which .ci/run is a part; it runs each night: test with the long tests, format,
+#                 style, the C tests in full, the models of the protocol, the documents, and with nvcc the kernels
 # make tsan       the C tests with ThreadSanitizer
 # make models     check the models of the protocol with spin
 # make soak       long runs, tens of minutes: a million operations with random delays, 200,000 routings,
@@ -31,7 +31,7 @@
 #   3. a new .venv, made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench trace report wheels docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format check-style types c-tests FORCE
+.PHONY: build demo test gpu bench trace report wheels docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format check-style check-kernels types c-tests FORCE
 # Each test has a deadline and uses all cores. So the targets do not run in parallel.
 .NOTPARALLEL:
 
@@ -238,6 +238,11 @@ emulated: | python
 	    for t in gemm gemm_fp8 gemm_accumulate gemm_save; do \
 	        $(EMULATED) -O2 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp -o build/test_$$t -lpthread && echo "$$t $$san" && \
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) build/test_$$t || exit 1; done; done
+
+# Half a minute: the machine code that build has just made.
+check-kernels: build
+	@if [ -n "$(WITH_CUDA)" ] || [ "$(EPMOE_CUDA)" = 1 ]; then $(PYTHON) tests/check_kernels.py build/temp; \
+	else mkdir -p build && echo "kernels (no nvcc, or EPMOE_CUDA=0)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
 with-nvcc: | python
 	@if command -v nvcc >/dev/null && [ "$(EPMOE_CUDA)" != 0 ]; then $(MAKE) --no-print-directory cuda emulated; \

@@ -45,8 +45,7 @@ Rates: TypeAlias = dict[tuple[int, int], list[float]]  # (node a, node b) -> byt
 VARIABLES = {
     "EPMOE_BACKEND": "run: cpu or cuda; unset: cuda where there is a GPU and a CUDA build",
     "EPMOE_TIMEOUT_S": "run: timeout in seconds of a wait for a living rank; unset: 300",
-    "EPMOE_NODE_TIMEOUT_S": "run: seconds after which a node that does not answer counts as gone; unset: 2",
-    "EPMOE_SOCKET_IFNAME": "run: network interface between nodes; unset: that of the route to MASTER_ADDR",
+    "EPMOE_NODE_TIMEOUT_S": "run: seconds after which a host that does not answer counts as gone; unset: 2",
     "EPMOE_WRAP_TORCH": "run: 0 lets epmoe wrap no function of torch (docs/guide.md)",
     "EPMOE_SHARE_GPU": "run: 1 lets several ranks use one GPU (tests: correct, but slow); unset: an error",
     "EPMOE_FLIGHT_RECORD": "run: folder where each rank writes its flight record when a world ends; unset: "

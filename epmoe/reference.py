@@ -128,7 +128,9 @@ def dispatch_weights(ws: Sequence[Tensor], p: Plan) -> list[Tensor]:
     for rows in p["rows"]:
         got = ws[0].new_zeros(len(rows))
         for w, weight in enumerate(ws):
-            of = rows[:, 0] == w
+            # Numbers of rows, not a mask: with a mask, torch converts a single number to float64, and a
+            # signalling NaN becomes quiet.
+            of = (rows[:, 0] == w).nonzero()[:, 0]
             got[of.to(got.device)] = weight[rows[of, 1].to(weight.device), rows[of, 2].to(weight.device)]
         out.append(got)
     return out

@@ -8,10 +8,12 @@ Letters: W ranks, E experts, L = E/W, T tokens of a rank, K choices, H hidden, M
 """
 
 import dataclasses
+import itertools
 import os
 
 import torch
 import torch.utils.deterministic
+from hypothesis import strategies as st
 
 import epmoe
 from epmoe import reference
@@ -50,6 +52,34 @@ class Case:
 
     def __str__(self):
         return "-".join(str(v).removeprefix("torch.") for v in dataclasses.astuple(self))
+
+
+def pairwise(**values):
+    """Cases, as {name: value}, in which each pair of values of two names occurs in at least one case."""
+    names = list(values)
+    missing = {(a, u, b, v): None for a, b in itertools.combinations(names, 2)
+               for u in range(len(values[a])) for v in range(len(values[b]))}
+    found = []
+    while missing:
+        a, u, b, v = next(iter(missing))
+        case = {a: u, b: v}
+        for name in names:
+            if name not in case:
+                case[name] = max(range(len(values[name])), key=lambda w: sum(
+                    ((x, y, name, w) if names.index(x) < names.index(name) else (name, w, x, y)) in missing
+                    for x, y in case.items()))
+        for a, b in itertools.combinations(names, 2):
+            missing.pop((a, case[a], b, case[b]), None)
+        found.append({name: values[name][case[name]] for name in names})
+    return found
+
+
+def first(num, values):
+    """The values as parameters of a test. Those after the first num are long."""
+    import pytest
+
+    return [v if i < num else pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.long)
+            for i, v in enumerate(values)]
 
 
 def case_id(value):
@@ -310,8 +340,8 @@ def check_rows(results, plan, weight_dtype=torch.float32):
         same_bits(got["rows"][m:], zeros, f"rank {rank}: rows after row M")
         assert (got["row_weight"] is not None) == with_weights
         if with_weights:
-            want = torch.zeros(len(got["row_weight"]))
-            want[:m] = weights[rank]
+            # Not by assignment, which converts a single number to float64: a signalling NaN becomes quiet.
+            want = torch.cat([weights[rank], torch.zeros(len(got["row_weight"]) - m)])
             same_bits(got["row_weight"], want.to(weight_dtype), f"rank {rank}: row weights")
 
 
@@ -331,6 +361,45 @@ def check_case(results, case):
     p = check_plan(results, num_experts, case.plan([r["idx"] for r in results]))
     check_rows(results, p)
     check_sums(results, p, num_experts, case.mode)
+
+
+# ---- the order in which tokens are sent ----
+
+
+def ordered(tokens, key):
+    """tokens [N] sorted by (key, token). key is [N] too."""
+    return tokens[torch.argsort(key * (int(tokens.max()) + 1 if len(tokens) else 1) + tokens)]
+
+
+def slots_of(idx, num_experts, num_ranks, is_sorted):
+    """The expected token_slots [T, W], and for each rank the expected list of tokens that go there."""
+    idx, local = idx.long().cpu(), num_experts // num_ranks
+    slots, sent = torch.full((len(idx), num_ranks), -1), []
+    for r in range(num_ranks):
+        here = (idx >= r * local) & (idx < (r + 1) * local)
+        tokens = here.any(1).nonzero()[:, 0]
+        first = torch.where(here, idx, num_experts).amin(1)[tokens]
+        last = torch.where(here, idx, -1).amax(1)[tokens]
+        home = ordered(tokens, last) if is_sorted else tokens
+        slots[home, r] = torch.arange(len(tokens))
+        sent.append(ordered(tokens, first) if is_sorted else tokens)
+    return slots, sent
+
+
+def orders_of(layout):
+    """token_slots and, as "sent", the lists of sent tokens of a layout."""
+    size, count = layout.layer.world_size, layout.send_tokens.tolist()
+    lists = layout._part("send_token", size, layout.num_tokens)
+    sent = [lists[r, :n].clone() for r, n in enumerate(count)]
+    return {"token_slots": layout.token_slots.clone(), "sent": sent}
+
+
+def check_orders(got, idx, num_experts, num_ranks, is_sorted, where=""):
+    """Compare orders_of a layout with the expected orders."""
+    slots, sent = slots_of(idx, num_experts, num_ranks, is_sorted)
+    same_numbers(got["token_slots"], slots, f"{where}token_slots")
+    for r in range(num_ranks):
+        same_numbers(got["sent"][r], sent[r], f"{where}tokens sent to rank {r}")
 
 
 # ---- errors ----
@@ -387,3 +456,38 @@ def poison_memory():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
+    """An EpAll2AllFusedOp for a case. See cases.make_layer."""
+    options = ({"fused": True} if issubclass(kind, epmoe.EpAll2AllFusedOp) else {}) | options
+    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode,
+               "enable_local_combine": case.mode == "local", "capacity": capacity_of(case, world.size),
+               "num_sm": case.num_sm, "num_buffers": case.num_buffers} | options
+    op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size,
+              dtype=case.dtype, device=device, **options)
+    keep(world, op)
+    return op
+
+
+def scatter_within(p, idx, num_experts, rank):
+    """full_scatter_indices of a rank that reverse the order of the rows of each expert."""
+    size, local = len(p["rows"]), num_experts // len(p["rows"])
+    rows = p["token_row"][rank].clone()
+    per_expert = p["counts"].sum(0)
+    for r in range(size):
+        at = 0
+        for e in range(r * local, (r + 1) * local):
+            n, of = int(per_expert[e]), idx.long() == e
+            rows[of] = 2 * at + n - 1 - rows[of]
+            at += n
+    return rows.to(torch.int32)
+
+
+def any_indices(data, num_ranks):
+    """A small Case and the indices [T, K] of each rank, with T up to 6. hypothesis draws both."""
+    topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    choices = st.lists(st.integers(-1, num_local * num_ranks), min_size=topk, max_size=topk)
+    indices = [torch.tensor(data.draw(st.lists(choices, max_size=6)), dtype=torch.int64).reshape(-1, topk)
+               for _ in range(num_ranks)]
+    return Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8), indices

@@ -34,7 +34,7 @@ import epmoe
 from cases import isolated, poison_memory, process_ranks, share_gpus
 from epmoe import _C
 from epmoe.testing import set_device
-from pace import HANG_S
+from pace import HANG_S, on_one_core
 
 CAN_CUDA = bool(_C.HAS_CUDA) and torch.cuda.is_available()
 TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -42,6 +42,11 @@ FORCED_CPU = os.environ.get("EPMOE_BACKEND") == "cpu"
 RANK = int(os.environ["RANK"]) if TORCHRUN else 0
 WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 0
 NUM_LOCAL = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
+# The number of this worker of xdist. Its ranks that are threads share one core, because other workers use
+# the others: a rank that waits yields to the rank that it waits for, and a test takes a third of the time.
+# With --long they do not: ranks that run at the same time find races.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+SHARES_CORE = bool(WORKER)
 THREADS_ON_CUDA = not TORCHRUN and os.environ.get("EPMOE_TEST_THREADS") == "cuda"
 ON_CUDA = (TORCHRUN or THREADS_ON_CUDA) and CAN_CUDA and not FORCED_CPU
 # Processes that a test starts find the epmoe that is tested, also where pytest was not started by make.
@@ -97,7 +102,8 @@ class Ranks:
                 result = fn(world, self.device, *args)
                 return to_cpu(result) if ON_CUDA else result
 
-            return run_threads(main, world_size, timeout_s=timeout_s, device=self.device)
+            with on_one_core(SHARES_CORE and not ON_CUDA, int(WORKER or 0)):
+                return run_threads(main, world_size, timeout_s=timeout_s, device=self.device)
         if WORLD_SIZE < at_least:
             pytest.skip(f"needs {at_least} ranks, torchrun has {WORLD_SIZE}")
         faulthandler.dump_traceback_later(timeout_s + 30, exit=True, file=STDERR)
@@ -227,7 +233,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after the reporter has been registered
 def pytest_configure(config):
-    global STDERR
+    global STDERR, SHARES_CORE
+    SHARES_CORE = SHARES_CORE and not config.option.long
     STDERR = os.fdopen(os.dup(2), "w")  # pytest does not capture yet
     if not hasattr(config, "workerinput"):  # the workers of xdist receive the options of this process
         config.option.long |= config.args_source is not config.ArgsSource.TESTPATHS

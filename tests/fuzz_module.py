@@ -71,7 +71,7 @@ def make_setting(torch, _C):
             "handle": torch.zeros(_C.ll_handle_words(fast_config)[0], dtype=torch.int32)}
     _C.layer_ll_dispatch(fast, 0, (good["fast_x"], good["idx"], good["weight"], good["handle"],
                                    good["compact"], None, good["counts"], 0, 0, 3))
-    _C.layer_plan(layer, 0, (good["idx"], None, good["plan"], False))
+    _C.layer_plan(layer, 0, (good["idx"], None, good["plan"]))
     _C.layer_dispatch(layer, 0, (good["x"], None, good["plan"], good["rows"], None, good["recv"], False,
                                  False))
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))

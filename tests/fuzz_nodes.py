@@ -18,8 +18,7 @@ import torch
 
 from cases import DTYPES, MODES, Case, keep, poison_memory
 from epmoe.testing import PATTERNS
-from nodes_cases import most_of, run_nodes
-from test_nodes_layer import check_one, layer_of, run_one
+from nodes_cases import check_one, layer_of, most_of, run_nodes, run_one
 
 ROUTINGS = 5  # through the layer of a batch
 

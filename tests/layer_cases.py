@@ -2,10 +2,8 @@
 
 import torch
 
-from cases import (
-    MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, indices_of, inputs_of, make_layer,
-    outcome,
-)
+from cases import (MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, generator,
+                   indices_of, inputs_of, make_layer, outcome)
 
 CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=10, dtype=torch.bfloat16)
 BAD = 1  # the rank that makes the mistake
@@ -53,3 +51,13 @@ def dispatched(layer, arguments):
     """Dispatch and return the arguments of combine: (input, layout, weight)."""
     rows, row_weight, layout = layer.dispatch(**arguments)
     return torch.ones_like(rows), layout, torch.ones_like(row_weight)
+
+
+def problem(world, device, case):
+    """x [T, H], weight [T, K], a matrix [H, H] and the expert indices [T, K] of a rank."""
+    g = generator(case.seed, world.rank)
+    x = torch.randn(case.max_tokens, case.hidden, generator=g)
+    weight = torch.rand(case.max_tokens, case.topk, generator=g)
+    a = torch.randn(case.hidden, case.hidden, generator=generator(7)) / case.hidden**0.5
+    idx = indices_of(case, world.rank, world.size)
+    return *(t.to(device).requires_grad_() for t in (x, weight, a)), idx.to(device)

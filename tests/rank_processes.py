@@ -2,6 +2,9 @@
 
 import contextlib
 import multiprocessing
+import os
+import signal
+import subprocess
 import sys
 import unittest.mock
 
@@ -32,3 +35,30 @@ def process_ranks(fn, world_size, *args, **options):
     """
     with _forkserver():
         return run_ranks(fn, world_size, *args, **({"timeout_s": HANG_S} | options))
+
+
+LIMIT_S = HANG_S
+
+
+def environment(**more):
+    """Return the environment of this process without torchrun's variables and without PYTHONPATH.
+
+    Examples must run from a clone, without PYTHONPATH.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "PYTHONPATH")
+    prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    env = {n: v for n, v in os.environ.items() if n not in names and not n.startswith(prefixes)}
+    return env | more
+
+
+def run(command, cwd, **env):
+    """Run a command and return (exit code, output). After LIMIT_S, kill it and all its processes."""
+    process = subprocess.Popen(command, cwd=cwd, env=environment(**env), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        output += f"\nthe command was killed after {LIMIT_S} s"
+    return process.returncode, output

@@ -10,7 +10,7 @@ from cases import generator, misaligned
 from epmoe import _C, reference
 from epmoe.gemm.activations import is_gated
 from epmoe.gemm.grouped import GATED, aligned, as_kernel
-from test_gemm_products import ACTIVATIONS, EPS, TINY
+from gemm_cases import ACTIVATIONS, EPS, TINY
 
 LOW = [torch.bfloat16, torch.float16]
 

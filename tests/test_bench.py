@@ -150,6 +150,7 @@ def results(tmp_path_factory):
     return folder, process_ranks(run_every_command, 2, str(folder), timeout_s=HANG_S)
 
 
+@pytest.mark.long
 def test_bench_train_beside_liger(results):
     rows = {r["impl"]: r for r in results[1][0][0]["train with Liger"][0]}
     assert {"Liger forward", "Liger backward", "Liger both", "Liger kept bytes"} <= rows.keys()

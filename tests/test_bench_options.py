@@ -128,6 +128,7 @@ def bench(*arguments, **env):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_bench_starts_its_ranks_without_torchrun():
     code, out, err = bench("--shapes", "mixtral", "--ranks", "2", "--iters", "1")
     assert code == 0, err

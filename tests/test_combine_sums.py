@@ -9,64 +9,8 @@ import pytest
 import torch
 
 from cases import (DTYPES, MODES, Case, case_id, check_case, check_sums, generator, indices_of, inputs_of,
-                   make_layer, random_numbers, rows_for_combine, run_case, same_bits, poison_staging)
+                   make_layer, poison_staging, random_numbers, rows_for_combine, run_case, same_bits)
 from epmoe import reference
-from epmoe.testing import PATTERNS
-
-
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
-@pytest.mark.parametrize("weights", [True, False], ids=["weights", "bare"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
-@pytest.mark.parametrize("mode", MODES)
-def test_combine_dtypes_and_weights(ranks, mode, dtype, weights, index_dtype):
-    case = Case(num_local=3, topk=5, hidden=40, max_tokens=30, mode=mode, dtype=dtype, weights=weights,
-                index_dtype=index_dtype, tokens="unequal", seed=2)
-    check_case(ranks(run_case, case), case)
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("mode", MODES)
-def test_combine_pattern(ranks, mode, pattern):
-    case = Case(num_local=3, topk=4, hidden=24, max_tokens=19, mode=mode, pattern=pattern)
-    check_case(ranks(run_case, case), case)
-
-
-@pytest.mark.parametrize("capacity", ["roomy", "exact"])
-@pytest.mark.parametrize("mode", MODES)
-def test_combine_capacity(ranks, mode, capacity):
-    """The rows after the first M are NaN. combine must not send them."""
-    case = Case(num_local=3, topk=4, hidden=24, max_tokens=19, mode=mode, capacity=capacity,
-                pattern="sentinels")
-    check_case(ranks(run_case, case), case)
-
-
-@pytest.mark.parametrize("topk", [1, 3, 32])
-@pytest.mark.parametrize("mode", MODES)
-def test_combine_topk(ranks, mode, topk):
-    case = Case(num_local=4, topk=topk, max_tokens=14, mode=mode, dtype=torch.float32)
-    check_case(ranks(run_case, case), case)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("mode", MODES)
-def test_combine_world_size(ranks, mode, world_size):
-    case = Case(topk=4, max_tokens=12, mode=mode, tokens="unequal", pattern="distinct")
-    check_case(ranks(run_case, case, world_size=world_size), case)
-
-
-@pytest.mark.parametrize("hidden", [8, 72, 1048])
-@pytest.mark.parametrize("mode", MODES)
-def test_combine_hidden(ranks, mode, hidden):
-    case = Case(topk=3, hidden=hidden, max_tokens=9, mode=mode)
-    check_case(ranks(run_case, case), case)
-
-
-@pytest.mark.parametrize("num_sm", [1, 3, 16])
-@pytest.mark.parametrize("mode", MODES)
-def test_combine_num_sm(ranks, mode, num_sm):
-    """The order of a sum does not depend on the number of workers."""
-    case = Case(num_local=4, topk=6, max_tokens=70, mode=mode, num_sm=num_sm)
-    check_case(ranks(run_case, case), case)
 
 
 @pytest.mark.parametrize("mode", MODES)

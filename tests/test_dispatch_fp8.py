@@ -8,8 +8,8 @@ import torch
 import epmoe
 from cases import (MISTAKE_LIMIT_S, Case, case_id, check_outcomes, generator, indices_of, inputs_of, keep,
                    make_layer, outcome)
+from gemm_cases import bits
 from layer_cases import BAD, check, mistake
-from test_fp8 import bits
 
 CASES = [
     Case(hidden=640, max_tokens=21, topk=3), Case(hidden=16, tokens="unequal", mode="gather", weights=False),

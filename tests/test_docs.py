@@ -19,7 +19,7 @@ import pytest
 import epmoe
 from cases import process_ranks
 from epmoe.testing import meeting_place
-from test_examples import run
+from rank_processes import run
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent

@@ -36,9 +36,8 @@ def with_gpus(report, n):
     return report | {"devices": gpus, "p2p": p2p}
 
 
-def test_env_text_has_80_columns():
+def test_env_text_has_what_a_report_needs():
     text = run()
-    assert max(map(len, text.splitlines())) <= 80
     for word in (epmoe.__version__, torch.__version__, "memfd", "EPMOE_BACKEND", "EPMOE_CUDA_ARCH",
                  "limit memlock"):
         assert word in text

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import epmoe
+from low_latency_cases import Call, Shape, check_call, make, run_call
 from outcomes import check_outcomes, outcome
-from test_low_latency import Call, Shape, check_call, make, run_call
 
 SHAPE = Shape()
 GOOD = Call(seed=7, tokens="full")
@@ -461,7 +461,7 @@ def test_errors_low_latency_operations_are_its_own(ranks):
     def run(world, device):
         a2a = make(world, device, SHAPE)
         plan = torch.zeros(1000, dtype=torch.int32, device=device)
-        got = outcome(lambda: epmoe._C.layer_plan(a2a._c, 0, (plan, None, plan, 0)))
+        got = outcome(lambda: epmoe._C.layer_plan(a2a._c, 0, (plan, None, plan)))
         result = run_call(a2a, SHAPE, GOOD)
         a2a.finalize()
         return got, result

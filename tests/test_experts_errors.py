@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cases import Case, check_outcomes, generator, indices_of, keep, make_layer, outcome
+from experts_cases import make_moe, works_after
 from fused_cases import Experts, LatePlan, StagedOp, make_op, tensors
-from test_experts_gradients import make_moe, works_after
 
 BAD = 1
 CASE = Experts()

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cases import same_bits
+from experts_cases import NAMES, make_moe, step
 from fused_cases import LEAVES, Experts, grown, has_fused_path, inputs_of, tensors
-from test_experts_gradients import NAMES, make_moe, step
 
 PATTERNS = ("uniform", "one_expert", "sentinels", "all_dropped", "one_rank")
 WEIGHTS = ("w1", "w2")

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import epmoe
 import fused_cases
-import test_fused_fp8
+import fused_fp8_cases
 from cases import generator, keep, process_ranks
 from pace import HANG_S
 
@@ -107,7 +107,7 @@ CASES = {
     "decode": {"decode": True, **MANY},
     "FP8": {"weight_dtype": FP8, **MANY},
     "FP8, capacity": {"weight_dtype": FP8, "capacity": 100, **MANY},
-    "FP8, fused": {"weight_dtype": FP8, "op": test_fused_fp8.StagedOp, **MANY},
+    "FP8, fused": {"weight_dtype": FP8, "op": fused_fp8_cases.StagedOp, **MANY},
     "FP8, few tokens": {"weight_dtype": FP8, "backward": False},
 }
 
@@ -167,6 +167,7 @@ def test_every_operator_has_a_formula_or_no_products():
     assert names and with_formula | NO_PRODUCTS == names and not with_formula & NO_PRODUCTS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["epmoe", "torch.utils.flop_counter"])
 def test_formulas_are_registered_in_any_order_of_imports(first):
     """epmoe does not import FlopCounterMode, which imports Triton: half a second."""

@@ -10,28 +10,16 @@ import pytest
 import torch
 
 import epmoe
-from cases import generator
+from cases import generator, pairwise
 from epmoe import reference
-from test_gemm_products import (ACTIVATIONS, EPS, MODELS, SIZES, TINY, forward64, kernels, problem,
-                                rows_of_experts)
+from gemm_cases import (ACTIVATIONS, EPS, MODELS, SIZES, TINY, bits, dequantized, finish64, forward64,
+                        kernels, problem, products64, rows_of_experts)
 
 E4M3 = torch.float8_e4m3fn
 SHAPES = [(32, 16), (272, 208), (96, 1040), (400, 384)]  # N, K: also none of a multiple of a block
 # The error of a sum of 128 products, divided by the sum of their magnitudes: in float32, and where the tensor
 # cores of Hopper add up numbers of FP8. There it is a bound for random numbers.
 FLOAT32, TENSOR_CORES = 2.0**-17, 2.0**-9
-
-
-def bits(t):
-    return t.view(torch.uint8)
-
-
-def dequantized(q, scales):
-    """The numbers of rows or weights in float64: each times the scale of its block."""
-    for dim in range(q.dim()):
-        if scales.shape[dim] != q.shape[dim]:
-            scales = scales.repeat_interleave(128, dim).narrow(dim, 0, q.shape[dim])
-    return q.double() * scales.double()
 
 
 def fp8_problem(sizes, n, k, device, dtype=torch.bfloat16, seed=0):
@@ -142,22 +130,27 @@ def test_fp8_quantisation_refuses_other_tensors(quantize, good):
 
 # ---- the grouped GEMM ----
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n, k", SHAPES)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_fp8_gemm_equals_sums_in_float64(ranks, sizes, n, k, dtype):
+@pytest.mark.parametrize("values", pairwise(
+    sizes=list(SIZES), shape=SHAPES, dtype=(torch.bfloat16, torch.float16)),
+    ids=lambda values: "-".join(map(str, values.values())))
+def test_fp8_gemm_equals_sums_in_float64(ranks, values):
+    sizes, (n, k), dtype = SIZES[values["sizes"]], values["shape"], values["dtype"]
     x, a_scale, weight, b_scale, bias, row_weight, offsets = fp8_problem(sizes, n, k, ranks.device, dtype)
     x64, weight64 = dequantized(x, a_scale), dequantized(weight, b_scale)
+    # The rows of all experts at once, and their products once for all activations.
+    experts, rows = rows_of_experts(offsets), slice(offsets[0].item(), offsets[-1].item())
+    y64, size64 = (torch.cat(parts) for parts in
+                   zip(*(products64(x64[begin:end], weight64[e]) for e, begin, end in experts)))
+    bias_of_row = torch.cat([bias[e].expand(end - begin, n) for e, begin, end in experts])
     for portable, activation in itertools.product(kernels(ranks), ACTIVATIONS):
         for b, w in ((None, None), (bias, row_weight)):
             y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=b, activation=activation, row_weight=w,
                                    a_scale=a_scale, b_scale=b_scale, out_dtype=dtype, portable=portable)
             assert y.dtype == dtype
-            for e, begin, end in rows_of_experts(offsets):
-                want, size = forward64(x64[begin:end], weight64[e], None if b is None else b[e], activation,
-                                       None if w is None else w[begin:end])
-                check(y[begin:end], want, size, error_of_sums(ranks.device, portable),
-                      f"{activation}, expert {e}, portable {portable}")
+            want, size = finish64(y64, size64, None if b is None else bias_of_row, activation,
+                                  None if w is None else w[rows])
+            check(y[rows], want, size, error_of_sums(ranks.device, portable),
+                  f"{activation}, bias and row weights: {b is not None}, portable {portable}")
 
 
 @pytest.mark.parametrize("n, k", [(64, 48), (384, 640), (272, 208), (48, 1552)])

@@ -7,71 +7,44 @@ import dataclasses
 import pytest
 import torch
 
-from cases import MODES, case_id, indices_of, misaligned
+from cases import MODES, case_id, indices_of, make_op, misaligned, pairwise, scatter_within
 from epmoe import reference
-from fused_cases import (
-    ACTIVATIONS, Experts, LOW, StagedOp, check, check_numbers, check_sums64, grown, has_fused_path, same,
-    poison_staging, step, tensors,
-)
-from test_plan_slots import make_op, scatter_within
+from epmoe.testing import PATTERNS
+from fused_cases import (ACTIVATIONS, LOW, Experts, StagedOp, check, check_numbers, check_sums64, grown,
+                         has_fused_path, poison_staging, same, step, tensors)
+
+# Widths of one, two and more tiles, with and without a partial tile. Some contractions are shorter than a
+# pipeline stage.
+SHAPES = (64, 48), (64, 16), (192, 144), (320, 400), (512, 48), (128, 272)
+LADDER = pairwise(
+    size=(4, 1, 2, 3), mode=MODES, dtype=LOW, activation=ACTIVATIONS, bias=(False, True),
+    pattern=[p for p in PATTERNS if p != "all_dropped"], topk=(3, 1, 8, 17, 32), shape=SHAPES,
+    num_local=(2, 1, 3, 5), tokens=("full", "unequal"), capacity=(None, "exact", "roomy"),
+    weights=(True, False), index_dtype=(torch.int64, torch.int32))
+# Ranks that send nothing, receive nothing, or both. Such a case tests no other pair of values.
+EMPTY = pairwise(
+    size=(4, 2), mode=MODES, tokens=("none", "first_none", "only_last", "full"), bias=(False, True),
+    pattern=("uniform", "all_dropped", "one_rank", "own_rank"), capacity=(None, "exact", "roomy"),
+    weights=(True, False))
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=case_id)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+def name_of(values):
+    return "-".join(str(v).replace(" ", "") for v in values.values())
+
+
+@pytest.mark.parametrize("values", LADDER + EMPTY, ids=name_of)
+def test_fused_equals_stages(ranks, values):
+    fields = dict(values)
+    hidden, inner = fields.pop("shape", SHAPES[0])
+    size = fields.pop("size")
+    base = grown(ranks, Experts(hidden=hidden, inner=inner, **fields))
+    check(ranks, [base, dataclasses.replace(base, bias=not base.bias, weights=not base.weights)],
+          world_size=size)
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_equals_stages(ranks, mode, activation, dtype):
-    for capacity in (None, "exact"):
-        base = grown(ranks, Experts(mode=mode, activation=activation, dtype=dtype, capacity=capacity,
-                                    pattern="sentinels", seed=1))
-        check(ranks, [dataclasses.replace(base, bias=bias, weights=weights)
-                      for bias in (False, True) for weights in (False, True)])
-
-
-@pytest.mark.parametrize("pattern", ["uniform", "distinct", "one_expert", "one_rank", "own_rank",
-                                     "heavy_drop", "all_dropped", "duplicates", "edges"])
-@pytest.mark.parametrize("mode", MODES)
-def test_fused_routing_pattern(ranks, mode, pattern):
-    check(ranks, grown(ranks, Experts(mode=mode, pattern=pattern, activation="gpt_oss", num_local=3)))
-
-
-@pytest.mark.parametrize("capacity", [None, "exact", "roomy"])
-@pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last"])
-@pytest.mark.parametrize("mode", MODES)
-def test_fused_ranks_without_tokens(ranks, mode, tokens, capacity):
-    """Some ranks send nothing, receive nothing, or both."""
-    check(ranks, [grown(ranks, Experts(mode=mode, tokens=tokens, capacity=capacity, bias=bias,
-                                       activation="gelu", pattern=pattern))
-                  for bias, pattern in ((True, "uniform"), (False, "uniform"))])
-
-
-@pytest.mark.parametrize("hidden, inner", [(64, 16), (192, 144), (320, 400), (512, 48), (128, 272)])
-@pytest.mark.parametrize("mode", MODES)
-def test_fused_shape(ranks, mode, hidden, inner):
-    """Widths of one, two and more tiles, with and without a partial tile. Some contractions are shorter than
-    a pipeline stage.
-    """
-    for activation in (None, "swiglu"):
-        check(ranks, grown(ranks, Experts(mode=mode, hidden=hidden, inner=inner, activation=activation,
-                                          max_tokens=9)))
-
-
-@pytest.mark.parametrize("num_local", [1, 5, 64])
-@pytest.mark.parametrize("mode", MODES)
-def test_fused_number_of_experts(ranks, mode, num_local):
-    check(ranks, grown(ranks, Experts(mode=mode, num_local=num_local, hidden=32, inner=16)))
-
-
-@pytest.mark.parametrize("topk", [1, 8, 17, 32])
-@pytest.mark.parametrize("mode", MODES)
-def test_fused_topk(ranks, mode, topk):
-    check(ranks, grown(ranks, Experts(mode=mode, topk=topk, num_local=5, max_tokens=5, pattern="sentinels",
-                                      activation="gelu")))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_fused_world_size(ranks, world_size):
-    check(ranks, [grown(ranks, Experts(mode="local", pattern=p)) for p in ("uniform", "duplicates")],
-          world_size=world_size)
+def test_fused_many_ranks_and_experts(ranks, mode):
+    check(ranks, grown(ranks, Experts(mode=mode, num_local=64, hidden=32, inner=16)), world_size=8)
 
 
 def test_fused_sizes_in_sequence(ranks):
@@ -166,10 +139,6 @@ def test_fused_parameters_at_any_address(ranks):
         op.finalize()
 
     ranks(run)
-
-
-def test_fused_indices_of_32_bits(ranks):
-    check(ranks, grown(ranks, Experts(index_dtype=torch.int32, pattern="sentinels")))
 
 
 # ---- shapes and dtypes for which there is no fused kernel ----

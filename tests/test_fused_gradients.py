@@ -8,19 +8,12 @@ import math
 import pytest
 import torch
 
-from cases import MODES, same_bits
 import epmoe
-from epmoe import reference
-from fused_cases import (
-    ACTIVATIONS, Experts, LEAVES, LOW, StagedOp, check_numbers, dispatch_gemm, gemm_combine, grown, inputs_of,
-    parameters_of, same, poison_staging, step, tensors,
-)
-from test_moe_layer import close
-from test_plan_slots import make_op
-
-
-# of gradients, see test_moe_layer.py
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+from cases import MODES, make_op, same_bits
+from fused_cases import (ACTIVATIONS, LEAVES, LOW, TOLERANCE, Experts, StagedOp, check_gradients,
+                         check_numbers, dispatch_gemm, gemm_combine, grown, poison_staging, same, step,
+                         tensors)
+from moe_cases import close
 
 
 def gradients(world, device, case, leaves, **options):
@@ -58,46 +51,6 @@ def gradients_of_both(world, device, case, leaves=LEAVES, **options):
             assert got[name] is not None, name
             same_bits(got[name], value, f"rank {world.rank}: {'y' if name == 'y' else 'gradient of ' + name}")
     return got
-
-
-def moe64(case, t, p):
-    """reference.moe, which requires an activation, and the same without one: two GEMMs."""
-    weight = torch.ones(t["idx"].shape, dtype=torch.float64) if t["weight"] is None else t["weight"]
-    if case.activation is not None:
-        return reference.moe(t["x"], t["idx"], weight, p["w1"], p["w2"], case.activation, p["b1"], p["b2"])
-    y = torch.zeros_like(t["x"])
-    for e in range(len(p["w1"])):
-        at, k = (t["idx"] == e).nonzero(as_tuple=True)
-        h = t["x"][at] @ p["w1"][e].t() + (0 if p["b1"] is None else p["b1"][e])
-        rows = h @ p["w2"][e].t() + (0 if p["b2"] is None else p["b2"][e])
-        y = y.index_add(0, at, rows * weight[at, k, None])
-    return y
-
-
-def check_gradients(results, case):
-    """Compare with the gradients of moe64 over the tokens of all ranks."""
-    size = len(results)
-    p = {n: None if v is None else v.double().requires_grad_()
-         for n, v in parameters_of(case, case.num_local * size).items()}
-    wanted = []
-    for rank in range(size):
-        t = {n: v.double() if v is not None and v.is_floating_point() else v
-             for n, v in inputs_of(case, rank, size).items()}
-        for n in ("x", "weight"):
-            if t[n] is not None:
-                t[n].requires_grad_()
-        y = moe64(case, t, p)
-        y.backward(t["dy"])
-        d_weight = None if t["weight"] is None else t["weight"].grad
-        wanted.append({"y": y.detach(), "x": t["x"].grad, "weight": d_weight})
-    for rank, got in enumerate(results):
-        local = slice(rank * case.num_local, (rank + 1) * case.num_local)
-        want = wanted[rank] | {n: None if v is None else v.grad[local] for n, v in p.items()}
-        for name, value in got.items():
-            assert value.isfinite().all(), f"rank {rank}: {name}"
-            factor = 4 if name in ("b1", "b2") else 1  # torch sums the rows of a bias in the bias's dtype
-            close(value, want[name], f"rank {rank}: {'y' if name == 'y' else 'gradient of ' + name}",
-                  factor * TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])

@@ -10,9 +10,9 @@ import torch
 
 import epmoe
 from benchmarks.shapes import SHAPES
+from cases import make_op
 from epmoe.a2a.fused import fuses
 from fused_cases import Experts
-from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
 # Fields of the configuration that the module takes.

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 import epmoe
-from cases import MODES
-from fused_cases import (
-    Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown, inputs_of, poison_staging,
-    same, step, tensors,
-)
-from test_plan_slots import make_op
+from cases import MODES, make_op
+from fused_cases import (Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown,
+                         inputs_of, poison_staging, same, step, tensors)
 
 
 # ---- layouts and buffers ----

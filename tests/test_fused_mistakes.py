@@ -8,15 +8,11 @@ import pytest
 import torch
 
 import epmoe
-import test_fused_fp8
-from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
-from fused_cases import (
-    Experts, LatePlan, StagedOp, check_numbers, dispatch_gemm, same, poison_staging, step, tensors,
-    without_conversion,
-)
-from test_fp8 import bits
-from test_plan_slots import make_op
-
+import fused_fp8_cases
+from cases import MISTAKE_LIMIT_S, check_outcomes, make_op, outcome
+from fused_cases import (Experts, LatePlan, StagedOp, check_numbers, dispatch_gemm, poison_staging, same,
+                         step, tensors, without_conversion)
+from gemm_cases import bits
 
 BAD = 1  # the rank that makes the wrong call
 CASE = Experts(tokens="full", max_tokens=12, activation="swiglu", num_buffers=2)
@@ -271,7 +267,7 @@ def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
                    elsewhere=(f"rank {BAD}", "no memory"))
 
 
-class LateOp(LatePlan, test_fused_fp8.StagedOp):
+class LateOp(LatePlan, fused_fp8_cases.StagedOp):
     pass
 
 
@@ -285,15 +281,15 @@ def test_fused_without_memory_after_a_wrong_index(ranks, fp8):
     def run(world, device):
         op = make_op(world, device, CASE, LateOp)
         t = tensors(CASE, world.rank, world.size, device)
-        before = test_fused_fp8.call(op, CASE, t)[-1]
-        product = test_fused_fp8.product_of(t) if fp8 else {"gemm_weight": t.w1}
+        before = fused_fp8_cases.call(op, CASE, t)[-1]
+        product = fused_fp8_cases.product_of(t) if fp8 else {"gemm_weight": t.w1}
         bias = without_conversion(t.b1) if world.rank == 0 else t.b1.double()
         idx = t.idx.clone()
         if world.rank == BAD:
             idx[2, 0] = 1000
         world.set_timeout(MISTAKE_LIMIT_S)
         got = outcome(lambda: op.mega_dispatch_group_gemm(t.x, idx, bias=bias, **product), op)
-        return got, torch.equal(bits(test_fused_fp8.call(op, CASE, t)[-1]), bits(before))
+        return got, torch.equal(bits(fused_fp8_cases.call(op, CASE, t)[-1]), bits(before))
 
     with torch.no_grad():
         results = ranks(run, at_least=2)

@@ -5,11 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from fused_cases import (
-    Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown, inputs_of, poison_staging,
-    same, step, tensors,
-)
-from test_plan_slots import make_op
+from cases import make_op
+from fused_cases import (Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown,
+                         inputs_of, poison_staging, same, step, tensors)
 
 pytestmark = pytest.mark.cuda_only
 

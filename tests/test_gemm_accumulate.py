@@ -5,7 +5,7 @@ import torch
 
 import epmoe
 from cases import generator, misaligned
-from test_gemm_products import EPS, SIZES, kernels, problem, rows_of_experts
+from gemm_cases import EPS, SIZES, kernels, problem, rows_of_experts
 
 SCALES = (1.0, 0.25, -0.7)
 MARGIN = 64  # numbers before and after the buffer, which must not change

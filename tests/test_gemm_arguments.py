@@ -5,7 +5,7 @@ import torch
 
 import epmoe
 from cases import generator, misaligned
-from test_gemm_products import ACTIVATIONS, check, kernels, problem
+from gemm_cases import ACTIVATIONS, check, kernels, problem
 
 
 def test_gemm_counts_equal_offsets(ranks):

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 import epmoe
 from cases import generator
 from epmoe import torch_modes
-from test_gemm_products import ACTIVATIONS, problem
+from gemm_cases import ACTIVATIONS, problem
 
 OPERATORS = ["grouped_gemm", "grouped_gemm_fp8", "quantize_fp8"]
 N, K, SIZES = 32, 16, [4, 0, 9]

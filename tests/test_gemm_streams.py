@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import epmoe
-from test_gemm_products import problem
+from gemm_cases import problem
 
 
 @pytest.mark.cuda_only

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import epmoe
 from cases import keep
 from fused_cases import Experts, StagedOp, grown, has_fused_path, tensors
-from test_gemm_products import EPS, SIZES, check, forward64, kernels, problem, rows_of_experts
+from gemm_cases import EPS, SIZES, check, forward64, kernels, problem, rows_of_experts
 
 
 def transposed(weight):

@@ -8,8 +8,8 @@ import torch
 
 import epmoe
 from cases import check_outcomes, generator, outcome, random_bits, same_bits
+from heap_cases import KINDS, make_heap
 from pace import WAIT_S
-from test_heap_alloc import KINDS, make_heap
 
 
 def test_heap_translate_keeps_the_offset(ranks):

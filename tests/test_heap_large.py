@@ -103,6 +103,7 @@ def free_bytes(device):
     return available_bytes()
 
 
+@pytest.mark.long
 def test_heap_tensors_past_4_gib(ranks):
     """A tensor has more than 2^31 elements, and the next one has an offset past 2^32. put and peer_view reach
     the right bytes of both.

@@ -10,8 +10,8 @@ import torch
 
 import epmoe
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome, process_ranks
+from heap_cases import make_heap
 from pace import WAIT_S
-from test_heap_alloc import make_heap
 
 
 def run_differing_call(world, device, call):

@@ -42,6 +42,7 @@ def test_import_does_not_import_the_compiler():
     assert done.stdout.strip() == "True", done.stderr
 
 
+@pytest.mark.long
 def test_import_needs_no_path_in_the_environment():
     """A test that runs a script passes without the PYTHONPATH that the Makefile sets."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -78,6 +78,7 @@ def missing_tools():
     return [name for name in ("pip", "setuptools") if name not in installed]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(missing_tools()),
                     reason=f"cannot install: this interpreter has no {' and no '.join(missing_tools())}")
 def test_install_with_pip(tmp_path):

@@ -4,64 +4,18 @@ import pytest
 import torch
 
 import epmoe
-from cases import generator
+from deep_ep_cases import BF16, H, K, L, added, expect, inputs, on, received, rows_to_add, same, scales_of
 from epmoe import reference
 from epmoe.integrations import deep_ep
-
-L, K, H, S = 3, 4, 256, 2  # experts of a rank, choices, hidden, scales of a token
-BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-
-
-def inputs(rank, size, tokens="unequal", seed=0):
-    """Return x [T, H] bfloat16, idx [T, K] with dropped choices, weights [T, K]."""
-    g = generator(seed, rank, 7)
-    t = {"full": 8, "unequal": (5, 0, 8, 3)[rank % 4], "many": 300 - 7 * rank}[tokens]
-    num_experts = L * size
-    idx = torch.rand(t, max(num_experts, K), generator=g).topk(K).indices
-    idx[(torch.rand(t, K, generator=g) < 0.2) | (idx >= num_experts)] = -1
-    return torch.randn(t, H, generator=g).to(BF16), idx, torch.rand(t, K, generator=g)
-
-
-def scales_of(x):
-    """Return x as a pair for FP8, whose scales are column-major as in DeepEP's tests."""
-    q, scales = reference.quantize_fp8(x)
-    return q, scales.T.contiguous().T
-
-
-def received(rank, size, **options):
-    """Return (x, local idx, weights, token at its source, source) of the rows that a rank must receive."""
-    parts = []
-    for source in range(size):
-        x, idx, weights = inputs(source, size, **options)
-        here = (idx >= 0) & (idx // L == rank)
-        for t in range(len(x)):
-            if here[t].any():
-                local = torch.where(here[t], idx[t] - rank * L, -1)
-                parts.append((x[t], local, weights[t] * here[t], torch.tensor(t), torch.tensor(source)))
-    if not parts:
-        empty = torch.zeros(0, dtype=torch.int64)
-        return torch.zeros(0, H, dtype=BF16), empty.view(0, K), torch.zeros(0, K), empty, empty
-    return tuple(torch.stack(p) for p in zip(*parts))
 
 
 def make(world, device, **options):
     return deep_ep.Buffer(world, explicitly_destroy=True, device=device, **options)
 
 
-def on(device, *tensors):
-    return [t.to(device) for t in tensors]
-
-
 def layout_of(buffer, idx):
     per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, L * buffer.group_size)
     return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in)
-
-
-def same(a, b):
-    """Whether two tensors have the same bits."""
-    a, b = a.cpu(), b.cpu()
-    bits = [t.reshape(-1).clone().view(torch.uint8) for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
 def run_v1(world, device):
@@ -127,25 +81,6 @@ def check_combine(buffer, y, handle, x, is_in, with_topk):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_integrations_deep_ep_v1(ranks, size):
     ranks(run_v1, world_size=size, timeout_s=60)
-
-
-def rows_to_add(rank, shape, dtype, device):
-    """Return rows [T, N, H] whose sums in float32 depend on the order, and two biases, of a rank."""
-    g = generator(rank, 11)
-    total = torch.randn(2 + shape[1], shape[0], *shape[2:], generator=g)
-    total *= 2.0 ** torch.randint(-12, 13, total.shape, generator=g)
-    bias_0, bias_1, *rows = total.to(device, dtype)
-    return torch.stack(rows, 1), (bias_0, bias_1)
-
-
-def added(biases, rows, is_there):
-    """Return the sum of biases and of rows [T, N, H] where is_there [T, N], in this order, rounded once."""
-    total = torch.zeros_like(rows[:, 0], dtype=torch.float32)
-    for b in biases:
-        total = total + b.float()
-    for i in range(rows.shape[1]):
-        total = torch.where(is_there[:, i, None], total + rows[:, i].float(), total)
-    return total.to(rows.dtype)
 
 
 def run_bias(world, device):
@@ -232,28 +167,6 @@ def test_integrations_deep_ep_event_of_a_block():
     assert told == [1] and event.event is None
     with event:
         pass
-
-
-def settle(buffer):
-    """Raise what another rank did wrong. On CUDA a call does not wait for the other ranks."""
-    layers, errors = [*buffer._low_latency.values(), buffer._notices.layer], []
-    for routes in (*buffer._routes, *buffer._worst.values()):
-        layers += [routes.planner, *routes._layers.values()]
-    for layer in layers:  # all of them, because a refused call is refused in each layer that it uses
-        try:
-            layer.synchronize()
-        except epmoe.EpError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-def expect(kind, text, fn, *args, **kwargs):
-    with pytest.raises(kind, match=text):
-        fn(*args, **kwargs)
-        buffer = getattr(fn, "__self__", None)
-        if isinstance(buffer, deep_ep.Buffer) and buffer.device.type == "cuda":
-            settle(buffer)
 
 
 def run_mistakes(world, device):

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import epmoe
+from deep_ep_cases import BF16, H, K, L, added, expect, inputs, on, received, rows_to_add, same, scales_of
 from epmoe.integrations import deep_ep
-from test_integrations_deep_ep import (BF16, H, K, L, added, expect, inputs, on, received, rows_to_add, same,
-                                      scales_of)
 
 
 def run_v2(world, device):

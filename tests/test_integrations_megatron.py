@@ -15,13 +15,11 @@ import torch.utils.checkpoint
 import epmoe
 import frameworks
 from cases import process_ranks
-from test_examples import run
+from megatron_cases import BF16, E, F32, H, config_of, prepare
+from rank_processes import run
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.long]
 NUM_RANKS = 4
-H, E = 32, 8
-# (T of each rank, K, dtype, recompute, expert capacity factor)
-F32, BF16 = torch.float32, torch.bfloat16
 # Megatron's router needs a token on each rank; padded() has none on one rank.
 CASES = [((9, 9, 9, 9), 2, F32, False, None), ((9, 9, 9, 9), 2, BF16, False, None),
          ((3, 11, 1, 7), 2, F32, False, None), ((20, 2, 40, 1), 2, F32, False, None),
@@ -30,25 +28,6 @@ CASES = [((9, 9, 9, 9), 2, F32, False, None), ((9, 9, 9, 9), 2, BF16, False, Non
 # T of each rank in consecutive calls, and max_tokens of the layer in each group of 4 or of 2 ranks.
 LENGTHS = [(4, 9, 2, 0), (4, 4, 9, 9), (0, 10, 0, 0), (3, 3, 3, 18), (1, 37, 100, 2)]
 SIZES = {4: [[9, 9, 18, 18, 100]], 2: [[9, 9, 18, 18, 37], [2, 9, 9, 18, 100]]}
-
-
-def prepare(ep):
-    """Import Megatron-core on a machine without a GPU, and make its groups."""
-    frameworks.prepare_megatron()
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
-
-
-def config_of(ep, topk, dtype, capacity_factor):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=1, hidden_size=H, num_attention_heads=4, num_moe_experts=E, moe_router_topk=topk,
-        moe_ffn_hidden_size=48, ffn_hidden_size=48, expert_model_parallel_size=ep, add_bias_linear=False,
-        use_cpu_initialization=True, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", params_dtype=dtype,
-        bf16=dtype == BF16, moe_expert_capacity_factor=capacity_factor)
 
 
 def layers_of(config):

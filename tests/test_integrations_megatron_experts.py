@@ -13,7 +13,7 @@ import torch
 
 import frameworks
 from cases import process_ranks
-from test_integrations_megatron import E, H, config_of, prepare
+from megatron_cases import E, H, config_of, prepare
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.long]
 NUM_RANKS, EP = 4, 2  # two ranks have the same experts

@@ -10,8 +10,8 @@ import pytest
 import frameworks
 import sglang_modules
 from cases import process_ranks
+from rank_processes import run
 from sglang_modules import message, server
-from test_examples import run
 
 pytestmark = pytest.mark.cpu_only
 

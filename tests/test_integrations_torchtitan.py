@@ -21,7 +21,7 @@ import frameworks
 from cases import process_ranks
 from epmoe.integrations import layers
 from pace import HANG_S
-from test_examples import run
+from rank_processes import run
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.long]
 NUM_RANKS = 4

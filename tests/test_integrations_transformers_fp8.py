@@ -12,7 +12,7 @@ import epmoe
 from cases import generator
 from epmoe import reference
 from epmoe.integrations.transformers import spread_experts
-from test_fp8 import bits, dequantized
+from gemm_cases import bits, dequantized
 
 pytestmark = pytest.mark.cpu_only
 E4M3 = torch.float8_e4m3fn

@@ -10,7 +10,7 @@ import pytest
 import epmoe
 import frameworks
 from pace import HANG_S
-from test_examples import run
+from rank_processes import run
 
 pytestmark = pytest.mark.cpu_only
 

@@ -9,16 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 from cases import MODES, Case, generator, indices_of, keep, make_layer
 from epmoe import reference
-
-
-def problem(world, device, case):
-    """x [T, H], weight [T, K], a matrix [H, H] and the expert indices [T, K] of a rank."""
-    g = generator(case.seed, world.rank)
-    x = torch.randn(case.max_tokens, case.hidden, generator=g)
-    weight = torch.rand(case.max_tokens, case.topk, generator=g)
-    a = torch.randn(case.hidden, case.hidden, generator=generator(7)) / case.hidden**0.5
-    idx = indices_of(case, world.rank, world.size)
-    return *(t.to(device).requires_grad_() for t in (x, weight, a)), idx.to(device)
+from layer_cases import problem
 
 
 @pytest.mark.parametrize("capacity", [None, "roomy"])

@@ -11,13 +11,12 @@ import torch
 
 import epmoe
 import fused_cases
-import test_fused_fp8
-from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
+import fused_fp8_cases
+from cases import MISTAKE_LIMIT_S, check_outcomes, make_op, outcome
 from epmoe.a2a import layer as layer_module
 from epmoe.a2a.layer import room_after
 from fused_cases import Experts, LatePlan, grown, tensors
-from test_fp8 import bits
-from test_plan_slots import make_op
+from gemm_cases import bits
 
 BAD = 1  # the rank that makes a mistake
 TOO_MANY = 1 << 50  # no memory holds as many rows
@@ -33,7 +32,7 @@ class Op(LatePlan, fused_cases.StagedOp):
     pass
 
 
-class OpInFp8(LatePlan, test_fused_fp8.StagedOp):
+class OpInFp8(LatePlan, fused_fp8_cases.StagedOp):
     pass
 
 
@@ -47,7 +46,7 @@ def run_call(op, t, method, of_tokens=slice(None), **options):
     if method == "dispatch_fp8":
         rows, scales, row_weight, layout = op.dispatch_fp8(x, idx, weight, **options)
         return layout, rows, row_weight, scales
-    product = test_fused_fp8.product_of(t) if method == "fused FP8" else {"gemm_weight": t.w1}
+    product = fused_fp8_cases.product_of(t) if method == "fused FP8" else {"gemm_weight": t.w1}
     rows, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, weight=weight, **product, **options)
     return layout, rows, row_weight
 

@@ -54,6 +54,7 @@ def _trained(rank, world_size):
     return len(graphs)
 
 
+@pytest.mark.long
 def test_moe_compile_in_ddp_splits_graphs():
     """The number of rows, a size of the run, crosses from one graph to the next."""
     for num_graphs in process_ranks(_trained, 2, timeout_s=HANG_S):

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import epmoe
 from cases import outcome, process_ranks
 from pace import WAIT_S
-from test_moe_parallel import HIDDEN, INNER, TOPK, close, gradients_of_one_process, tokens
-from test_shards import state_of, whole_of
+from parallel_cases import HIDDEN, INNER, TOPK, close, gradients_of_one_process, state_of, tokens, whole_of
 
 pytestmark = pytest.mark.cpu_only
 WHOLE = StateDictOptions(full_state_dict=True)

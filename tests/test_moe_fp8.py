@@ -7,79 +7,17 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import epmoe
-from cases import generator, keep
+from cases import keep
 from epmoe import reference
-from epmoe.gemm.activations import is_gated
+from fp8_cases import E4M3, HIDDEN, K, TOKENS, experts_of, in_fp8, inputs, make, stacked
+from gemm_cases import bits, dequantized
 from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome
-from test_fp8 import bits, dequantized
 
-E4M3 = torch.float8_e4m3fn
-HIDDEN, TOKENS, K = 256, 9, 2
 SIZES = (1, 2, 4)
-
-
-def experts_of(num_experts, inner=128, activation="swiglu", bias=False, seed=1):
-    """A checkpoint in 16 bits, with the experts one by one."""
-    g, found = generator(seed), {}
-    projections = {"gate_proj": (inner, HIDDEN), "up_proj": (inner, HIDDEN), "down_proj": (HIDDEN, inner)}
-    if not is_gated(activation):
-        del projections["gate_proj"]
-    for e in range(num_experts):
-        for name, (n, k) in projections.items():
-            # blocks of different magnitude, so that a wrong scale is seen
-            size = 2.0 ** torch.randint(-3, 2, (-(-n // 128), -(-k // 128)), generator=g)
-            size = size.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-            found[f"{e}.{name}.weight"] = (torch.randn(n, k, generator=g) * size / k**0.5).bfloat16()
-            if bias:
-                found[f"{e}.{name}.bias"] = torch.randn(n, generator=g).bfloat16()
-    return found
-
-
-def in_fp8(checkpoint):
-    """The same in FP8, as DeepSeek-V3's."""
-    found = {}
-    for key, t in checkpoint.items():
-        if key.endswith("bias"):
-            found[key] = t
-            continue
-        q, scales = epmoe.quantize_fp8_weight(t[None])
-        found |= {key: q[0], key + "_scale_inv": scales[0]}
-    return found
-
-
-def stacked(checkpoint, num_experts):
-    """The same with the experts of a parameter of EPMoE in one tensor."""
-    found = {}
-    for kind, ending in (("weight", ""), ("weight_scale_inv", "_scale_inv"), ("bias", "_bias")):
-        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            each = [[checkpoint[key] for part in parts if (key := f"{e}.{part}.{kind}") in checkpoint]
-                    for e in range(num_experts)]
-            if each[0]:
-                found[name + ending] = torch.stack([torch.cat(of_one) for of_one in each])
-    return found
-
-
-def make(world, device, num_experts, inner=128, load=True, **options):
-    options = {"max_tokens": TOKENS, "device": device, "weight_dtype": E4M3} | options
-    moe = epmoe.EPMoE(HIDDEN, inner, num_experts, K, world, **options)
-    keep(world, moe)
-    if load:
-        activation, bias = moe.activation, moe.down_proj_bias is not None
-        plain = experts_of(num_experts, inner, activation, bias)
-        moe.load_state_dict(stacked(plain, num_experts) if activation == "gpt_oss" else in_fp8(plain))
-    return moe
-
-
-def inputs(world, device, num_experts, seed=0, dtype=torch.bfloat16):
-    """x, indices and weights of a rank. Some ranks have no tokens, and some choices are dropped."""
-    g, t = generator(seed, world.rank), (TOKENS + 3 * seed - 4 * world.rank) % (TOKENS + 1)
-    idx = torch.rand(t, num_experts, generator=g).topk(K).indices
-    idx[torch.rand(t, K, generator=g) < 0.1] = -1
-    x = torch.randn(t, HIDDEN, generator=g) * 2.0 ** torch.randint(-3, 3, (t, 1), generator=g)
-    return [v.to(device) for v in (x.to(dtype), idx, torch.rand(t, K, generator=g))]
 
 
 def wanted(x, idx, weight, num_experts, inner, activation, bias):
@@ -431,3 +369,94 @@ def test_moe_fp8_must_not_be_cast(ranks):
         return got
 
     check_outcomes(ranks(run, world_size=2), ["TypeError"] * ranks.size(2), "cast")
+
+
+# ---- CUDA graphs ----
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
+def test_moe_fp8_graphs(ranks, decode):
+    """A captured module, replayed between calls outside of the graph."""
+    if not ranks.is_torchrun:
+        pytest.skip("ranks that are threads do not replay graphs")
+
+    def run(world, device):
+        num_experts = 2 * world.size
+        moe, same = make(world, device, num_experts, capacity=world.size * TOKENS * K), []
+        if decode:
+            moe.enable_decode(TOKENS)
+        with torch.no_grad():
+            fixed = [t[:5] for t in inputs(world, device, num_experts, seed=3 + world.rank)]
+            fixed = [torch.cat([t, t.new_zeros(5 - len(t), *t.shape[1:])]) for t in fixed]
+            moe(*fixed, decode=decode)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = moe(*fixed, decode=decode)
+            for _ in range(4):
+                fixed[0].copy_(torch.randn(5, HIDDEN, device=device))
+                graph.replay()
+                got = y.clone()
+                same.append(torch.equal(got, moe(*fixed, decode=decode)) and not got.isnan().any().item())
+        moe.layer.synchronize()
+        moe.finalize()
+        return same
+
+    assert all(map(all, ranks(run)))
+
+
+# ---- ranks that are processes: torch.compile, checkpoints, fully_shard ----
+
+
+def compile_and_load(world, device, path):
+    """Whether a compiled module has the bits of the module, and a checkpoint of one rank those of two."""
+    torch._dynamo.reset()
+    moe = make(world, device, 5)
+    fast, results = torch.compile(moe, backend="aot_eager", fullgraph=True), []
+    for seed in range(2):
+        args = inputs(world, device, 5, seed)
+        with torch.no_grad():
+            results.append(torch.equal(fast(*args), moe(*args, decode=False)))
+    want = {n: p.clone() for n, p in moe.named_parameters()}
+    for p in moe.parameters():
+        bits(p).zero_()
+    state = moe.state_dict()
+    results.append(all(t.shape[0] == 5 for t in state.values()))  # the experts of all ranks
+    dcp.load(state, checkpoint_id=path)
+    moe.load_state_dict(state)
+    results += [torch.equal(bits(p), bits(want[n])) for n, p in moe.named_parameters()]
+    moe.finalize()
+    return results
+
+
+@pytest.mark.long
+@pytest.mark.cpu_only
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_moe_fp8_compiles_and_loads_checkpoints_of_other_ranks(ranks, tmp_path):
+    alone = make(epmoe.World(), "cpu", 5)
+    dcp.save(alone.state_dict(), checkpoint_id=tmp_path)
+    alone.finalize()
+    assert all(map(all, ranks.isolated(compile_and_load, str(tmp_path), world_size=2)))
+
+
+def load_sharded(world, device):
+    """What happens to a checkpoint with the experts one by one, after fully_shard and before it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    alone = epmoe.EPMoE(HIDDEN, 128, 4, K, epmoe.thread_worlds(1)[0], max_tokens=4, device=device)
+    plain = experts_of(4)
+    alone.load_state_dict(plain)
+    loaded = torch.equal(alone.down_proj[3], plain["3.down_proj.weight"])
+    fully_shard(alone, mesh=init_device_mesh("cpu", (2,)))
+    got = outcome(lambda: alone.load_state_dict(plain))
+    alone.finalize()
+    return loaded, got
+
+
+@pytest.mark.cpu_only
+def test_moe_loads_experts_one_by_one_before_fully_shard(ranks):
+    results = ranks.isolated(load_sharded, world_size=2)
+    assert all(loaded for loaded, _ in results)
+    check_outcomes([got for _, got in results], "RuntimeError", "load before it")

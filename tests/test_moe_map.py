@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import generator, keep
+from cases import first, generator, keep
 from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome
 
 E, K, HIDDEN, INNER, TOKENS = 6, 2, 16, 24, 9
@@ -80,9 +80,10 @@ def move(world, device, options):
     return results
 
 
-@pytest.mark.parametrize("size", (1, 2, 4))
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"combine_mode": "gather",
-                                     "enable_local_combine": False}, {"token_saving": False}], ids=str)
+@pytest.mark.parametrize("options, size", first(4, [
+    ({}, 2), ({"dtype": torch.bfloat16}, 2), ({"combine_mode": "gather", "enable_local_combine": False}, 2),
+    ({"token_saving": False}, 1), ({}, 1), ({}, 4), ({"dtype": torch.bfloat16}, 4),
+    ({"combine_mode": "gather", "enable_local_combine": False}, 4), ({"token_saving": False}, 4)]), ids=str)
 def test_moe_map_moves_weights_and_keeps_results(ranks, size, options):
     """A replica computes a row with the same weights. Sums over ranks, and GEMMs with other numbers of rows,
     round differently: a few units in the last place of the dtype."""

@@ -192,6 +192,7 @@ def _checkpointed(rank, world_size):
     return torch.equal(y, want) and torch.allclose(grad, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only
 def test_moe_checkpoint_inside_compiled_step():
     assert all(process_ranks(_checkpointed, 2))

@@ -6,7 +6,7 @@ import torch
 import epmoe
 from cases import MISTAKE_LIMIT_S, check_outcomes, keep, outcome
 from epmoe import reference
-from test_moe_layer import ACTIVATIONS, Model, check_moe, close, inputs_of, make_moe, parameters_of, run_moe
+from moe_cases import ACTIVATIONS, Model, check_moe, close, inputs_of, make_moe, parameters_of, run_moe
 
 
 def over_plain_layer(world, device, model):

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 from cases import check_outcomes, outcome, process_ranks
 from epmoe.gemm.weight_gradients import Sink
+from moe_cases import Model, inputs_of, make_moe
 from pace import HANG_S
-from test_moe_layer import Model, inputs_of, make_moe
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 DELAY, FUSE = {"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}

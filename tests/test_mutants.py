@@ -70,6 +70,7 @@ class Folder(mutants.Tree):
         self.folder, self.limit_s, self.failing = folder, 900, set()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("test, want", [("assert one() == 1", "tests/test_one.py"),
                                         ("assert True", "survived"), ("assert False", "survived")])
 def test_mutants_are_judged(tmp_path, monkeypatch, test, want):
@@ -84,13 +85,3 @@ def test_mutants_are_judged(tmp_path, monkeypatch, test, want):
     assert folder.judge(change) == want
     assert folder.failing == ({"tests/test_one.py"} if "False" in test else set())
     assert "return 1" in (tmp_path / "one.py").read_text()
-
-
-def test_mutants_report(capsys):
-    change = dict(file="f.c", line=3, begin=0, end=1, old="<", new="<=")
-    results = [{"change": change, "result": r} for r in ("survived", "C", "no mutant", "tests/test_x.py")]
-    results.append(results[0] | {"why": "mended: test_y.py"})
-    assert mutants.report(results) == 2
-    assert capsys.readouterr().out == ("survived: f.c:3: < -> <=\n"
-                                       "survived: f.c:3: < -> <=  (mended: test_y.py)\n"
-                                       "4 mutants, 2 caught, 2 survived: 0 equivalent, 1 mended since\n")

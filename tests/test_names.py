@@ -30,7 +30,7 @@ def test_names_of_a_configuration_are_those_of_the_header():
     stub = {n.name: n for n in ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body if hasattr(n, "name")}
     listed = names_of("epmoe.h", "EP_CONFIG_FIELDS")
     assert listed == Config._fields == tuple(a.target.id for a in stub["_Config"].body)
-    assert "ranks" in listed and len(listed) == 23
+    assert "ranks" in listed
 
 
 @pytest.mark.parametrize("field", Config._fields)

@@ -9,13 +9,12 @@ import functools
 import pytest
 import torch
 
+import chunk_cases as chunked
 import epmoe
-import test_nodes_chunks as chunked
 from cases import Case, generator, indices_of, keep, outcome, process_ranks, random_numbers, same_bits
 from epmoe.a2a.internode import fixed
-from nodes_cases import most_of, run_nodes
+from nodes_cases import SEVERAL, cases, check_one, layer_of, most_of, run_nodes, run_one
 from pace import HANG_S
-from test_nodes_layer import SHAPES, cases, check_one, layer_of, run_one
 
 pytestmark = pytest.mark.cpu_only
 
@@ -24,7 +23,7 @@ def never(t):
     raise AssertionError("the host has read numbers between the nodes")
 
 
-@pytest.mark.parametrize("num_nodes, num_local", SHAPES)
+@pytest.mark.parametrize("num_nodes, num_local", SEVERAL)
 def test_fixed_sizes_have_the_bits_of_the_oracle(num_nodes, num_local):
     """Also with exactly as many places as are used, and with more than a rank has tokens."""
     some = list(cases())[num_nodes % 2::2]
@@ -113,6 +112,7 @@ def of_processes(rank, size):
     return found
 
 
+@pytest.mark.long
 def test_fixed_sizes_between_processes():
     for rank, (want, *others) in enumerate(process_ranks(of_processes, 4)):
         for i, results in enumerate(others):

@@ -5,8 +5,7 @@ import torch
 
 import epmoe
 from cases import Case, generator, indices_of, outcome, random_numbers
-from nodes_cases import run_nodes
-from test_nodes_layer import check_one, layer_of, run_one
+from nodes_cases import check_one, layer_of, run_nodes, run_one
 
 pytestmark = pytest.mark.cpu_only
 CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=6, dtype=torch.float32)

@@ -3,7 +3,6 @@
 The ranks are threads of this process, except in the last tests, where they are processes with gloo.
 """
 
-import itertools
 import os
 
 import pytest
@@ -12,101 +11,16 @@ import torch.distributed as dist
 
 import epmoe
 from benchmarks.nodes import PacedRail
-from cases import (DTYPES, MODES, Case, check_case, generator, indices_of, inputs_of, keep, outcome,
-                   process_ranks, random_numbers, run_routing, same_bits)
-from nodes_cases import TeamOracle, run_nodes
+from cases import (Case, check_case, generator, keep, outcome, process_ranks, random_numbers, run_routing,
+                   same_bits)
+from nodes_cases import SEVERAL, cases, check_one, layer_of, run_nodes, run_one
 from pace import HANG_S, wait_until
 
 pytestmark = pytest.mark.cpu_only
-PATTERNS = ("uniform", "one_expert", "one_rank", "own_rank", "sentinels", "all_dropped", "duplicates",
-            "edges")
 CASE = Case(topk=3, tokens="unequal")
-SHAPES = ((2, 1), (2, 2), (4, 1), (3, 2))
-OF_ROWS = ("rows", "row_weight", "d_rows", "d_row_weight", "y", "v", "dy", "dv")
 
 
-def layer_of(nodes, case, device="cpu", **options):
-    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode, "device": device,
-               "enable_local_combine": case.mode == "local", "num_buffers": case.num_buffers} | options
-    return epmoe.EPAll2AllLayer(nodes, case.max_tokens, case.hidden, case.topk, dtype=case.dtype,
-                                num_tot_experts=case.num_local * nodes.size, **options)
-
-
-def run_one(layer, case, buffer=0):
-    """One call forward and backward on this rank: inputs, results and gradients."""
-    rank, device = layer.rank, layer.device
-
-    def numbers(shape, dtype, seed):
-        return random_numbers(shape, dtype, generator(case.seed, rank, seed)).to(device).requires_grad_()
-
-    idx = indices_of(case, rank, layer.world_size)
-    x, w = inputs_of(case, rank, layer.world_size)
-    bits = w.view(torch.int32)  # the oracle assigns single weights: then torch makes signalling NaNs quiet
-    x, w = x.to(device), torch.where(w.isnan(), bits | 1 << 22, bits).view(torch.float32).to(device)
-    r = {"idx": idx, "bits": x, "weight_bits": w}  # NaNs and denormals travel unchanged
-    r["rows"], r["row_weight"], layout = layer.dispatch(x, idx.to(device), w, buffer=buffer)
-    x, w = numbers(x.shape, case.dtype, 7), numbers(w.shape, torch.float32, 8)
-    rows, row_weight, layout = layer.dispatch(x, None, w, layout=layout)
-    r["d_rows"] = numbers(rows.shape, case.dtype, 9).detach()
-    r["d_row_weight"] = numbers(row_weight.shape, torch.float32, 10).detach()
-    torch.autograd.backward([rows, row_weight], [r["d_rows"], r["d_row_weight"]])
-    r |= {"dx": x.grad, "dw": w.grad}
-    y, v = numbers(rows.shape, case.dtype, 5), numbers(row_weight.shape, torch.float32, 6)
-    out = layer.combine(y, layout, v)
-    r["d_out"] = numbers(out.shape, case.dtype, 11).detach()
-    out.backward(r["d_out"])
-    r |= {"y": y.detach(), "v": v.detach(), "out": out.detach(), "dy": y.grad, "dv": v.grad,
-          "plain": layer.combine(y.detach(), layout)}
-    r = {name: t.detach().cpu() for name, t in r.items()}
-    r |= {name: r[name][: layout.num_rows] for name in OF_ROWS}  # with a capacity there are more
-    return r | {"num_rows": layout.num_rows, "ends": layout.expert_offsets.tolist(),
-                "of_expert": layout.tokens_per_expert_list, "sent": layout.send_tokens,
-                "received": layout.recv_tokens}
-
-
-def check_one(results, case, num_nodes, rail_dtype=None):
-    """Compare the results of all ranks with the oracle, bit by bit."""
-    size = len(results)
-    oracle = TeamOracle([r["idx"] for r in results], case.num_local * size, num_nodes)
-    local = case.mode == "local"
-
-    def of(name):
-        return [r[name] for r in results]
-
-    wanted = {"rows": oracle.dispatch(of("bits")), "row_weight": oracle.dispatch_weights(of("weight_bits")),
-              "out": oracle.combine(of("y"), of("v"), local, rail_dtype),
-              "plain": oracle.combine(of("y"), None, local, rail_dtype),
-              "dx": oracle.combine(of("d_rows"), None, local, rail_dtype),
-              "dw": oracle.choices(of("d_row_weight"))}
-    g = oracle.dispatch(of("d_out"))
-    wanted["dy"] = [(rows * v[:, None]).to(case.dtype) for rows, v in zip(g, of("v"))]
-    for name, values in wanted.items():
-        for rank, (got, want) in enumerate(zip(results, values)):
-            same_bits(got[name], want, f"{case}, rank {rank}: {name}")
-    for rank, got in enumerate(results):
-        terms = g[rank].double() * got["y"].double()
-        assert ((got["dv"].double() - terms.sum(1)).abs() <= 1e-5 * terms.abs().sum(1)).all()
-        plan = oracle.plans[rank // oracle.num_local]
-        rows = plan["expert_rows"].view(oracle.num_local, -1)[rank % oracle.num_local].tolist()
-        assert got["of_expert"] == rows and got["ends"][-1] == got["num_rows"] == sum(rows)
-        of_rail = range(rank % oracle.num_local, size, oracle.num_local)
-        sources = [s for s, _ in oracle.tokens[rank]]
-        assert got["received"] == [sources.count(s) for s in of_rail]
-        assert got["sent"] == [sum(s == rank for s, _ in oracle.tokens[r]) for r in of_rail]
-
-
-def cases():
-    """Every pattern, dtype, form of combine and distribution of tokens, in turn."""
-    some = itertools.cycle(itertools.product(DTYPES, MODES))
-    for seed, (pattern, tokens) in enumerate(itertools.product(
-            PATTERNS, ("full", "unequal", "first_none", "only_last", "none"))):
-        dtype, mode = next(some)
-        yield Case(pattern=pattern, tokens=tokens, dtype=dtype, mode=mode, topk=1 + seed % 4, hidden=16,
-                   num_local=1 + seed % 3, max_tokens=7, seed=seed,
-                   index_dtype=(torch.int32, torch.int64)[seed % 2])
-
-
-@pytest.mark.parametrize("num_nodes, num_local", SHAPES)
+@pytest.mark.parametrize("num_nodes, num_local", SEVERAL)
 def test_nodes_move_and_sum_as_the_oracle(num_nodes, num_local):
     """Rows, weights, sums and all gradients have the bits of the oracle."""
     def main(nodes):

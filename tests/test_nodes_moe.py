@@ -3,7 +3,6 @@
 import os
 
 import pytest
-import test_moe_parallel
 import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,6 +12,7 @@ import epmoe
 from cases import Case, generator, indices_of, outcome, process_ranks
 from epmoe import reference
 from pace import HANG_S
+from parallel_cases import check_prepared_ddp, check_wrong_mesh
 
 pytestmark = pytest.mark.cpu_only
 HIDDEN, INNER, TOPK, EXPERTS = 16, 32, 3, 8
@@ -134,14 +134,14 @@ def over_nodes(rank, size, fn, *args):
     return fn(rank, size, *args)
 
 
-def test_recipes_over_nodes(monkeypatch):
+@pytest.mark.long
+def test_recipes_over_nodes():
     """Tests of one node: DDP with a compiled forward, and FSDP2 over different experts."""
     def run(fn, size, *args, **options):
         return process_ranks(over_nodes, size, fn, *args, **options)
 
-    monkeypatch.setattr(test_moe_parallel, "process_ranks", run)
-    test_moe_parallel.test_moe_ddp_of_a_prepared_model_has_the_gradients_of_one_process("compiled")
-    test_moe_parallel.test_moe_fsdp_over_ranks_of_different_experts_raises()
+    check_prepared_ddp(run, "compiled")
+    check_wrong_mesh(run)
 
 
 def test_moe_over_nodes_in_a_model(everything):

@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 import epmoe
 from cases import Case, generator, indices_of, outcome, same_bits
-from epmoe.moe import fp8 as moe_fp8
 from epmoe import reference
-from nodes_cases import run_nodes
-from test_nodes_layer import check_one, layer_of, run_one
+from epmoe.moe import fp8 as moe_fp8
+from nodes_cases import check_one, layer_of, run_nodes, run_one
 
 HIDDEN, INNER, EXPERTS_OF_RANK, TOPK = 64, 32, 2, 3
 CASES = [Case(topk=3, hidden=64, max_tokens=40, num_local=2, seed=seed, dtype=dtype, mode=mode, tokens=tokens,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import epmoe
 from cases import Case, outcome, process_ranks
+from nodes_cases import layer_of
 from pace import WAIT_S, is_soon, wait_until
-from test_nodes_layer import layer_of
 
 pytestmark = pytest.mark.cpu_only
 SHAPES = ((2, 1), (3, 1), (2, 2))  # nodes x local

@@ -12,63 +12,12 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-import epmoe
-from cases import (MODES, Case, capacity_of, case_id, check_rows, check_sums, generator, indices_of,
-                   inputs_of, keep, layout_parts, run_routing, same_bits, same_numbers, poison_staging)
+from cases import (MODES, Case, any_indices, check_orders, check_rows, check_sums, generator, indices_of,
+                   inputs_of, layout_parts, make_op, orders_of, poison_staging, run_routing, same_bits,
+                   same_numbers, scatter_within, slots_of)
 from epmoe import reference
-from epmoe.testing import PATTERNS
-from test_plan_routing import any_indices
-
-
-def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
-    """An EpAll2AllFusedOp for a case. See cases.make_layer."""
-    options = ({"fused": True} if issubclass(kind, epmoe.EpAll2AllFusedOp) else {}) | options
-    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode,
-               "enable_local_combine": case.mode == "local", "capacity": capacity_of(case, world.size),
-               "num_sm": case.num_sm, "num_buffers": case.num_buffers} | options
-    op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size,
-              dtype=case.dtype, device=device, **options)
-    keep(world, op)
-    return op
-
-
-def ordered(tokens, key):
-    """tokens [N] sorted by (key, token). key is [N] too."""
-    return tokens[torch.argsort(key * (int(tokens.max()) + 1 if len(tokens) else 1) + tokens)]
-
-
-def slots_of(idx, num_experts, num_ranks, is_sorted):
-    """The expected token_slots [T, W], and for each rank the expected list of tokens that go there."""
-    idx, local = idx.long().cpu(), num_experts // num_ranks
-    slots, sent = torch.full((len(idx), num_ranks), -1), []
-    for r in range(num_ranks):
-        here = (idx >= r * local) & (idx < (r + 1) * local)
-        tokens = here.any(1).nonzero()[:, 0]
-        first = torch.where(here, idx, num_experts).amin(1)[tokens]
-        last = torch.where(here, idx, -1).amax(1)[tokens]
-        home = ordered(tokens, last) if is_sorted else tokens
-        slots[home, r] = torch.arange(len(tokens))
-        sent.append(ordered(tokens, first) if is_sorted else tokens)
-    return slots, sent
-
-
-def orders_of(layout):
-    """token_slots and, as "sent", the lists of sent tokens of a layout."""
-    size, count = layout.layer.world_size, layout.send_tokens.tolist()
-    lists = layout._part("send_token", size, layout.num_tokens)
-    sent = [lists[r, :n].clone() for r, n in enumerate(count)]
-    return {"token_slots": layout.token_slots.clone(), "sent": sent}
-
-
-def check_orders(got, idx, num_experts, num_ranks, is_sorted, where=""):
-    """Compare orders_of a layout with the expected orders."""
-    slots, sent = slots_of(idx, num_experts, num_ranks, is_sorted)
-    same_numbers(got["token_slots"], slots, f"{where}token_slots")
-    for r in range(num_ranks):
-        same_numbers(got["sent"][r], sent[r], f"{where}tokens sent to rank {r}")
 
 
 def plan_case(world, device, cases):
@@ -121,37 +70,6 @@ def test_slots_of_a_routing_by_hand(ranks):
     results = ranks(run, world_size=2, at_least=2)
     for got in results:
         check_orders(got, idx, 3 * len(results), len(results), True)
-
-
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_slots_pattern(ranks, pattern, index_dtype):
-    check(ranks, [Case(num_local=3, topk=4, max_tokens=33, pattern=pattern, index_dtype=index_dtype, seed=s)
-                  for s in range(3)])
-
-
-@pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last", "unequal"])
-def test_slots_numbers_of_tokens(ranks, tokens):
-    check(ranks, [Case(num_local=3, topk=3, max_tokens=20, tokens=tokens, seed=s) for s in range(3)])
-
-
-@pytest.mark.parametrize("topk", [1, 2, 8, 16, 17, 31, 32])
-def test_slots_topk(ranks, topk):
-    check(ranks, [Case(num_local=5, topk=topk, max_tokens=37, pattern=p, tokens="unequal")
-                  for p in ("uniform", "sentinels", "duplicates", "heavy_drop")])
-
-
-@pytest.mark.parametrize("num_local", [1, 2, 33, 64, 128])
-def test_slots_experts(ranks, num_local):
-    """From one expert on each rank, where sorting changes nothing, to more experts than a warp has lanes."""
-    check(ranks, [Case(num_local=num_local, topk=4, max_tokens=60, pattern=p)
-                  for p in ("uniform", "distinct", "edges", "one_expert")])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_slots_world_size(ranks, world_size):
-    check(ranks, [Case(num_local=4, topk=4, max_tokens=13, tokens="unequal", pattern=p) for p in PATTERNS],
-          world_size=world_size)
 
 
 @pytest.mark.parametrize("topk", [8, 17])
@@ -215,20 +133,6 @@ def test_slots_of_any_indices(ranks, data):
         check_orders(got, idx, case.num_local * len(indices), len(indices), True)
 
 
-def scatter_within(p, idx, num_experts, rank):
-    """full_scatter_indices of a rank that reverse the order of the rows of each expert."""
-    size, local = len(p["rows"]), num_experts // len(p["rows"])
-    rows = p["token_row"][rank].clone()
-    per_expert = p["counts"].sum(0)
-    for r in range(size):
-        at = 0
-        for e in range(r * local, (r + 1) * local):
-            n, of = int(per_expert[e]), idx.long() == e
-            rows[of] = 2 * at + n - 1 - rows[of]
-            at += n
-    return rows.to(torch.int32)
-
-
 def test_slots_do_not_depend_on_scatter_indices(ranks):
     """full_scatter_indices choose the rows, not the order in which tokens are sent."""
     case = Case(num_local=3, topk=4, max_tokens=21, pattern="sentinels", tokens="unequal")
@@ -263,70 +167,6 @@ def test_slots_do_not_depend_on_scatter_indices(ranks):
 
 
 # ---- the order must not change rows, sums and gradients ----
-
-
-def moved(world, device, case, is_sorted):
-    """The results of a case with or without sorting, on one rank."""
-    op = make_op(world, device, case, token_sorting=is_sorted)
-    poison_staging(op)
-    result = run_routing(op, case)
-    op.synchronize()
-    op.finalize()
-    return result
-
-
-def check_moved(ranks, case, **options):
-    """With and without sorting, rows and sums are those of the oracle. The two results are also equal."""
-
-    def run(world, device):
-        return [moved(world, device, case, is_sorted) for is_sorted in (True, False)]
-
-    results = ranks(run, **options)
-    num_experts, size = case.num_local * len(results), len(results)
-    p = reference.plan([r[0]["idx"] for r in results], num_experts)
-    for i, is_sorted in enumerate((True, False)):
-        of_all = [r[i] for r in results]
-        for got in of_all:
-            same_numbers(got["token_slots"], slots_of(got["idx"], num_experts, size, is_sorted)[0],
-                         f"token_slots, sorted {is_sorted}")
-        check_rows(of_all, p)
-        check_sums(of_all, p, num_experts, case.mode)
-    for rank, (a, b) in enumerate(results):
-        m = a["num_rows"]
-        same_bits(a["rows"][:m], b["rows"][:m], f"rank {rank}: rows, sorted and not")
-        same_bits(a["out"], b["out"], f"rank {rank}: sums, sorted and not")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=case_id)
-@pytest.mark.parametrize("pattern", ["uniform", "distinct", "one_expert", "one_rank", "duplicates",
-                                     "sentinels", "all_dropped"])
-@pytest.mark.parametrize("mode", MODES)
-def test_slots_change_no_row_and_no_sum(ranks, mode, pattern, dtype):
-    check_moved(ranks, Case(num_local=4, topk=3, hidden=24, max_tokens=21, mode=mode, pattern=pattern,
-                            dtype=dtype, tokens="unequal"))
-
-
-@pytest.mark.parametrize("topk", [1, 17, 32])
-@pytest.mark.parametrize("mode", MODES)
-def test_slots_change_no_sum_of_many_choices(ranks, mode, topk):
-    check_moved(ranks, Case(num_local=5, topk=topk, max_tokens=18, mode=mode, pattern="sentinels"))
-
-
-@pytest.mark.parametrize("weights", [True, False], ids=["weights", "bare"])
-@pytest.mark.parametrize("tokens", ["none", "first_none", "only_last"])
-@pytest.mark.parametrize("mode", MODES)
-def test_slots_of_ranks_without_tokens_change_nothing(ranks, mode, tokens, weights):
-    check_moved(ranks, Case(num_local=3, topk=3, max_tokens=14, mode=mode, tokens=tokens, weights=weights,
-                            capacity="exact" if weights else None))
-
-
-@pytest.mark.parametrize("num_sm", [1, 5])
-@pytest.mark.parametrize("mode", MODES)
-def test_slots_and_many_workers_change_nothing(ranks, mode, num_sm):
-    """More tokens than one chunk of slots has. Several workers take chunks in any order."""
-    most = 900 if ranks.device.type == "cuda" else 90
-    check_moved(ranks, Case(num_local=8, topk=6, hidden=40, max_tokens=most, mode=mode, num_sm=num_sm,
-                            pattern="distinct", capacity="roomy"))
 
 
 @pytest.mark.parametrize("mode", MODES)

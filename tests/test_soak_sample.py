@@ -15,7 +15,7 @@ import faults
 import fuzz_module
 import soak
 import soak_ops
-from cases import process_ranks
+from cases import first, process_ranks
 from epmoe import _C
 from epmoe.testing import run_threads
 from pace import HANG_S, WAIT_S
@@ -36,7 +36,7 @@ def nothing(done):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(3))
 def test_soak_ops_sample(number):
     batch, num_ops = soak_ops.run_batch(7, number, 60)
     assert num_ops > 60 * 2
@@ -78,19 +78,6 @@ def test_soak_ops_detects_one_wrong_number(monkeypatch):
 
 
 @pytest.mark.cpu_only
-def test_soak_check_of_several_steps_names_the_wrong_one():
-    """On a GPU, several steps are checked at once. A shape or a number of one of them is wrong."""
-    sums = [(step, torch.full((step, 2), 1.0), torch.full((step, 2), 1.0)) for step in range(5)]
-    soak_ops.check_sums("batch", 1, sums)
-    sums[3][1][2, 1] = torch.nan
-    with pytest.raises(AssertionError, match=r"step 3, rank 1: element \(2, 1\) is nan, wanted 1.0; batch"):
-        soak_ops.check_sums("batch", 1, sums)
-    sums[2] = 2, torch.ones(1, 2), sums[2][2]
-    with pytest.raises(AssertionError, match="step 2, rank 1: shape"):
-        soak_ops.check_sums("batch", 1, sums)
-
-
-@pytest.mark.cpu_only
 @pytest.mark.parametrize("at_once", [1, 7])
 def test_soak_ops_sample_with_capacity(monkeypatch, at_once):
     """The same sums, where the ranks check several steps at once as on a GPU."""
@@ -99,6 +86,7 @@ def test_soak_ops_sample_with_capacity(monkeypatch, at_once):
     run_threads(lambda world: soak_ops.run_batch_on_rank(world, torch.device("cpu"), b), 2)
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only
 def test_soak_command_prints_table(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["soak.py", "ops", "--num", "400", "--steps", "50", "--processes", "1"])
@@ -129,11 +117,13 @@ def keep_one_descriptor(rank, world_size):
     return grown(before, after, maps=8)
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only
 def test_soak_cycles_detect_open_descriptor():
     assert all("fds" in text for text in process_ranks(keep_one_descriptor, 2))
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only
 def test_soak_leak_check_counts_heaps_and_threads():
     """held(), grown(), holdings() and kept() see a heap and a world, and see that both are freed."""
@@ -162,7 +152,7 @@ def test_faults_sample():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("how", ["move", "decode"])
+@pytest.mark.parametrize("how", first(1, ["move", "decode"]))
 def test_faults_stopped_and_late_sample(monkeypatch, how):
     monkeypatch.setattr(faults, "STOP_LIMIT_S", 1.0)
     assert faults.stops(3, "cpu", how) == []
@@ -172,24 +162,9 @@ def test_faults_stopped_and_late_sample(monkeypatch, how):
 
 
 def test_module_fuzz_sample():
-    failure, out = fuzz_module.fuzz(100, 3, timeout_s=HANG_S)
+    failure, out = fuzz_module.fuzz(40, 3, timeout_s=HANG_S)
     assert failure is None, f"{failure}\n{out}"
-    assert "100 examples" in out
-
-
-def test_module_fuzz_shows_last_calls_after_crash(tmp_path):
-    """A crash in the module is reported as a failure, with the calls of the last example."""
-    crashing = tmp_path / "crashing.py"
-    with open(fuzz_module.__file__) as f:
-        text = f.read()
-    before = "        try:\n            got = getattr"
-    assert text.count(before) == 1
-    crash = "        if name == 'heap_put':\n            os.abort()\n"
-    crashing.write_text(text.replace(before, crash + before))
-    failure, out = fuzz_module.fuzz(300, 3, timeout_s=HANG_S, module=str(crashing))
-    assert failure is not None
-    assert "the calls of the last example" in out
-    assert "heap_put(" in out.split("the calls of the last example")[1]
+    assert "40 examples" in out
 
 
 def test_module_fuzz_calls_every_function():

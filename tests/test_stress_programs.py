@@ -1,6 +1,5 @@
 """Short samples of stress_programs.py, and tests that it detects faults."""
 
-import sys
 
 import pytest
 
@@ -88,6 +87,7 @@ def test_stress_detects_one_wrong_number(monkeypatch):
     assert "a wrong result: combine: at " in failure(2, number)
 
 
+@pytest.mark.long
 def test_stress_detects_a_call_that_failed_on_one_rank_only(monkeypatch):
     real = epmoe.SymmetricHeap.malloc_symmetric
 
@@ -103,6 +103,7 @@ def test_stress_detects_a_call_that_failed_on_one_rank_only(monkeypatch):
     assert "ranks have different heaps" in text or "ranks have different tensors" in text
 
 
+@pytest.mark.long
 def test_stress_detects_an_error_that_is_not_told(monkeypatch):
     real = epmoe.World.exchange
 
@@ -119,17 +120,3 @@ def test_stress_detects_an_error_that_is_not_told(monkeypatch):
 
 
 # ---- the command ----
-
-
-def test_stress_command_prints_how_to_repeat_a_failure(monkeypatch, capsys):
-    ends = []
-    monkeypatch.setattr(stress.os, "_exit", ends.append)
-    monkeypatch.setattr(stress, "judge", lambda p, reports: ["wrong"])
-    monkeypatch.setattr(sys, "argv", ["stress_programs.py", "--threads", "--seed", "5", "--ranks", "2",
-                                      "--programs", "3"])
-    stress.main()
-    out = capsys.readouterr().out
-    assert ends == [1]
-    assert ("To repeat: python tests/stress_programs.py --seed 5 --ranks 2 --threads --program 0 --repeat 200"
-            in out)
-    assert "program 0 of seed 5: 2 ranks" in out

@@ -20,7 +20,7 @@ def missing(*names):
     return " and ".join(name for name in names if name not in installed)
 
 
-pytestmark = [pytest.mark.cpu_only,
+pytestmark = [pytest.mark.cpu_only, pytest.mark.long,
               pytest.mark.skipif(bool(missing("pip", "setuptools")),
                                  reason=f"cannot build wheels: no {missing('pip', 'setuptools')}")]
 
@@ -30,7 +30,6 @@ def wheel(tmp_path_factory):
     return wheels.build(tmp_path_factory.mktemp("wheel"), cuda=False)
 
 
-@pytest.mark.long
 def test_wheels_of_the_cpu_work_in_an_empty_environment(wheel, tmp_path):
     assert wheel.name.startswith(f"epmoe-{epmoe.__version__}+cpu-cp311-abi3-linux_")
     wheels.check_contents(wheel, tmp_path)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _C
 from ..errors import EpClosed, EpError, EpIndexError, EpMismatch, EpTimeout, PeerDied, PeerError
-from .node_links import NodeLinks
+from .liveness import Liveness
 from .rail import TorchRail, is_open, named, new_group
 from .rendezvous import ADDRESS_BYTES, DEFAULT_TIMEOUT_S, all_gather_bytes, checked_timeout_s, process_group
 from .validation import (CLOSE, EXCHANGE, FAILED, FAILURE, INDEX, OPS, VERDICT_BYTES, Header, Verdict,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _of_group: dict[int, Nodes] = {}  # id(group) -> Nodes: one serves all layers of a group
 _CODES = {EpTimeout: _C.ETIMEOUT, EpMismatch: _C.EMISMATCH, EpClosed: _C.ECLOSED}  # others: EPEERDIED
-_VERDICT_S = 5.0  # how long a rank waits for the name of a rank that has died: NodeLinks needs 3 s at most
+_VERDICT_S = 5.0  # how long a rank waits for the name of a rank that has died: Liveness needs 3 s at most
 
 _HOST_BYTES = 8
 _of_mesh: dict[tuple[int, ...], ProcessGroup] = {}  # ranks -> group: Nodes that are made again use it again
@@ -245,7 +245,7 @@ class Nodes(Shared):
     """
 
     _reason: EpError | None  # the error of the rail that ended it
-    _links: NodeLinks | None  # None for one node, and for ranks that are threads
+    _liveness: Liveness | None  # None for one node, and for ranks that are threads
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, local_world_size: int | None = None,
                  timeout_s: float | None = None) -> None:
@@ -289,12 +289,11 @@ class Nodes(Shared):
             rail = TorchRail.create(group, ranks, list(on_rail), f"{nonce} {local_rank}", timeout_s)
         self._set_sizes(World(team, timeout_s), rail, node, num_nodes)
         try:
-            links = NodeLinks(group, self.team, rail.abort, timeout_s)
+            liveness = Liveness(group, self.team, rail.abort, timeout_s)
         except BaseException:
             self._leave(False)
             raise
-        self._links = links
-        rail.has_ended = lambda: links.verdict(0.0)
+        self._liveness, rail.has_ended = liveness, liveness.has_ended
 
     def _refuse(self) -> None:
         """Report in an exchange that this rank cannot take part."""
@@ -316,7 +315,7 @@ class Nodes(Shared):
         self._num_layers = 0  # that were created
         self._is_waiting = False  # whether a call is in an exchange
         self._reason = None
-        self._links = None
+        self._liveness = None
 
     @classmethod
     def _of_parts(cls, team: World, rail: TorchRail | None, node: int, num_nodes: int) -> Nodes:
@@ -501,9 +500,9 @@ class Nodes(Shared):
             self._is_waiting = was_waiting
 
     def _end_of_rail(self, error: EpError) -> EpError:
-        """End the nodes, and return why: the links may know which rank has died."""
+        """End the nodes, and return why: the lifelines may know which rank has died."""
         may_know = type(error) in (EpError, PeerDied)
-        if may_know and self._links is not None and self._links.verdict(_VERDICT_S):
+        if may_know and self._liveness is not None and self._liveness.has_ended(_VERDICT_S):
             try:
                 self.team.check()
             except EpError as known:
@@ -522,8 +521,8 @@ class Nodes(Shared):
                               f"{type(reason).__name__} {reason}"[:250])
         self._reason = self._reason or reason
         _C.world_abort(self.team._c, _CODES.get(type(reason), _C.EPEERDIED), str(reason)[:250])
-        if self._links is not None:
-            self._links.verdict(_VERDICT_S)  # the other ranks have been told
+        if self._liveness is not None:
+            self._liveness.has_ended(_VERDICT_S)  # it tells the other ranks
         with contextlib.suppress(EpError):
             self.team._leave(False)
         self._drop_rail()
@@ -565,8 +564,8 @@ class Nodes(Shared):
             ...     nodes.lost_ranks()
             []
         """
-        if self._links is not None:
-            return self._links.lost_ranks()
+        if self._liveness is not None:
+            return self._liveness.lost_ranks()
         return [self.node * self.local_size + rank for rank in self.team.lost_ranks()]
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -623,15 +622,23 @@ class Nodes(Shared):
         try:
             if collective and self.rail is not None and not self._has_ended():
                 self._validate(Header(CLOSE))
+                self._expect_leaves()
             self.team._leave(collective)
-            if self._links is not None and collective:
-                self._links.close()
         except (ValueError, PeerError):  # it is still open; EpMismatch is a ValueError
+            if self._liveness is not None:
+                self._liveness.expects_leaves = False
             raise
         except Exception:
             self._forget(collective)
             raise
         self._forget(collective)
+
+    def _expect_leaves(self) -> None:
+        """All ranks expect others to leave, before any rank of this rail or this node leaves.  Collective."""
+        if self._liveness is not None and self.rail is not None:
+            self._liveness.expects_leaves = True
+            with contextlib.suppress(EpError):  # a rank that dies now is no longer needed
+                self.rail.meet(b"x")
 
     def _forget(self, collective: bool) -> None:
         if collective and _of_group.get(id(self._key)) is self:
@@ -640,8 +647,8 @@ class Nodes(Shared):
 
     def _drop_rail(self, in_order: bool = False) -> None:
         """Close the connections to the other nodes."""
-        if self._links is not None:
-            self._links._leave()
+        if self._liveness is not None:
+            self._liveness.leave()
         if self.rail is not None:
             self.rail.close(in_order)
 

@@ -17,7 +17,7 @@ from ..comm.world import thread_worlds
 from ..gemm.activations import GptOss, SwiGLU, activate
 from ..gemm.grouped import grouped_gemm
 from ..moe import experts as experts_ops
-from ..torch_modes import join_backward
+from ..torch_modes import is_watched, join_backward, requires_grad
 
 # The names of K in configurations.
 _TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -218,11 +218,13 @@ def compute(experts, layer, x, idx, weight):
         has_norm = has_post_norm(experts)
         weights = up, up_bias, down, down_bias
         x = join_backward(x, weight, *weights)
-        takes = activation is not None and not has_norm and experts_ops.takes(layer, x, weight, *weights)
+        watched = is_watched()
+        takes = (activation is not None and not has_norm and experts_ops.takes(layer, up, down)
+                 and (not watched or requires_grad(x, weight, *weights)))
     except Exception as error:
         layer._refuse(_C.OP_PLAN, error, 0)
     if takes:
-        return experts_ops.run(layer, x, idx, weight, weights, activation)[0]
+        return experts_ops.run(layer, x, idx, weight, weights, activation, watched)[0]
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
                                                            bias=up_bias, activation=activation)
     try:

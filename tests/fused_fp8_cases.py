@@ -1,0 +1,83 @@
+"""The fused operator with weights in FP8, for tests: on the CPU, too, and counting its launches."""
+
+import torch
+
+import epmoe
+from epmoe.a2a.ops import expert_offsets
+from epmoe.gemm.grouped import activation_of
+
+TOO_MANY = 1 << 55  # no memory holds as many
+
+
+class StagedOp(epmoe.EpAll2AllFusedOp):
+    """An EpAll2AllFusedOp that takes the fused path on the CPU, too, and counts its launches."""
+
+    num_launches = 0
+
+    def _check_options(self):
+        super()._check_options()
+        self._has_fused_fp8 = self._has_fused_fp8 or self.device.type == "cpu"
+
+    def _dispatch_gemm_fp8(self, x, x_scale, weight, plan, weights, buffer, num_rows, activation):
+        self.num_launches += 1
+        if self.device.type == "cuda":
+            return super()._dispatch_gemm_fp8(x, x_scale, weight, plan, weights, buffer, num_rows, activation)
+        x, x_scale = (t.repeat_interleave(self._copies, 0) for t in (x.view(torch.uint8), x_scale))
+        rows, scales, row_weight, recv = self._dispatch_fp8(x.view(torch.float8_e4m3fn), x_scale, weight,
+                                                            plan, buffer, num_rows)
+        gemm_weight, gemm_scale, bias = weights
+        offsets = expert_offsets(self, plan)
+        out = epmoe.grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
+                                 b_scale=gemm_scale, out_dtype=self.dtype,
+                                 activation=activation_of(*(*activation, 0.0, 0.0)[:3]))
+        out[offsets[-1]:] = torch.nan
+        return out, row_weight, recv
+
+    def _gemm_combine_fp8(self, a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens):
+        self.num_launches += 1
+        if self.device.type == "cuda" or num_tokens == TOO_MANY:  # fails before the launch
+            return super()._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens)
+        gemm_weight, gemm_scale, bias = weights
+        offsets = expert_offsets(self, plan)
+        rows = epmoe.grouped_gemm(a, gemm_weight, offsets=offsets, bias=bias, a_scale=a_scale,
+                                  b_scale=gemm_scale, out_dtype=self.dtype)
+        rows[offsets[-1]:] = torch.nan
+        return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens)[0]
+
+
+def product_of(t, scales="blocks", name="w1"):
+    """gemm_weight and gemm_scale of a rank."""
+    q, scale = epmoe.quantize_fp8_weight(getattr(t, name))
+    if scales == "experts":
+        scale = scale.amax((1, 2))
+    return {"gemm_weight": q, "gemm_scale": scale[:1, 0, 0] if scales == "one" else scale}
+
+
+def second_apart(op, case, t, scales, h, row_weight, layout):
+    """What mega_group_gemm_combine returns, from separate stages."""
+    offsets, product = layout.expert_offsets, product_of(t, scales, "w2")
+    q, q_scale = epmoe.quantize_fp8(h, num_rows=offsets[-1:])
+    rows = epmoe.grouped_gemm(q, product["gemm_weight"], offsets=offsets, bias=t.b2, a_scale=q_scale,
+                              b_scale=product["gemm_scale"], out_dtype=case.dtype)
+    return op.combine(rows, layout, row_weight)
+
+
+def call(op, case, t, scales="blocks", apart=False, **options):
+    """The results of both operations, without the rows of no token, and a sum of numbered rows.
+
+    apart: call the stages of the second operation instead.
+    """
+    idx = None if "layout" in options else t.idx
+    with torch.no_grad():
+        h, row_weight, layout = op.mega_dispatch_group_gemm(
+            t.x, idx, weight=t.weight, bias=t.b1, activation=case.activation, **product_of(t, scales),
+            **options)
+        m = layout.num_rows
+        numbered = torch.arange(len(h), device=op.device).remainder(61).to(case.dtype)
+        sums = op.combine(numbered[:, None].expand(-1, case.hidden).contiguous(), layout)
+        if apart:
+            y = second_apart(op, case, t, scales, h, row_weight, layout)
+        else:
+            y = op.mega_group_gemm_combine(h, layout=layout, weight=row_weight, bias=t.b2,
+                                           **product_of(t, scales, "w2"))
+    return [h[:m], h[:m] if row_weight is None else row_weight[:m], sums, y]
