@@ -39,7 +39,7 @@ def _product(offsets: Tensor, rows: Tensor, *weights: Tensor) -> int:
     return 2 * _num_rows(offsets, rows) * sum(math.prod(w.shape[1:]) for w in weights)
 
 
-def _product_of_layer(layer: int, plan: Tensor, rows: Tensor, *weights: Tensor) -> int:
+def _product_of_layer(layer: str, plan: Tensor, rows: Tensor, *weights: Tensor) -> int:
     return _product(expert_offsets(layer_of(layer), plan), rows, *weights)
 
 
@@ -60,38 +60,38 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, *_: A
     return _product(offsets, a, out)
 
 
-def _dispatch_gemm(x: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, bias: Any, layer: int, *_: Any,
+def _dispatch_gemm(x: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, bias: Any, layer: str, *_: Any,
                    out_val: list[Tensor], **__: Any) -> int:
     return _product_of_layer(layer, plan, out_val[0], gemm_weight)
 
 
 def _dispatch_gemm_fp8(x: Any, x_scale: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, gemm_scale: Any,
-                       bias: Any, layer: int, *_: Any, out_val: list[Tensor], **__: Any) -> int:
+                       bias: Any, layer: str, *_: Any, out_val: list[Tensor], **__: Any) -> int:
     return _product_of_layer(layer, plan, out_val[0], gemm_weight)
 
 
 def _gemm_combine(a: Tensor, gemm_weight: Tensor, bias: Any, row_weight: Any, plan: Tensor, recv: Any,
-                  layer: int, *_: Any, **__: Any) -> int:
+                  layer: str, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, a, gemm_weight)
 
 
 def _gemm_combine_fp8(a: Tensor, a_scale: Any, gemm_weight: Tensor, gemm_scale: Any, bias: Any,
-                      row_weight: Any, plan: Tensor, recv: Any, layer: int, *_: Any, **__: Any) -> int:
+                      row_weight: Any, plan: Tensor, recv: Any, layer: str, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, a, gemm_weight)
 
 
 def _experts(x: Any, weight: Any, plan: Tensor, gate_up: Tensor, gate_up_bias: Any, down: Tensor,
-             down_bias: Any, layer: int, *_: Any, out_val: list[Tensor], **__: Any) -> int:
+             down_bias: Any, layer: str, *_: Any, out_val: list[Tensor], **__: Any) -> int:
     return _product_of_layer(layer, plan, out_val[1], gate_up, down)
 
 
 def _experts_backward_down(dy: Any, plan: Tensor, down: Tensor, down_bias: Any, h: Tensor, row_weight: Any,
-                           layer: int, *_: Any, **__: Any) -> int:
+                           layer: str, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, h, down)
 
 
 def _experts_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Any, plan: Tensor, recv: Any,
-                         layer: int, *_: Any, **__: Any) -> int:
+                         layer: str, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, d_h, gate_up)
 
 

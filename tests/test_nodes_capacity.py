@@ -201,15 +201,15 @@ def test_a_rank_without_memory_is_an_error_on_all_ranks():
     def main(nodes):
         moe = chunked.moe_of(nodes, None, **FIXED)
         args = chunked.inputs_of(moe, chunked.CASES[0])[:3]
-        team, good = moe.layer.team_layer, moe.layer._plan_of_team
+        team, good = moe.layer.team_layer, moe.layer._fixed._plan_of_team
 
         def fails(exp_indices, scatter, buffer):
             team._refuse(epmoe._C.OP_PLAN, MemoryError("no memory"), buffer)
 
         if nodes.rank == BAD:
-            moe.layer._plan_of_team = fails
+            moe.layer._fixed._plan_of_team = fails
         got = outcome(lambda: moe(*args))
-        moe.layer._plan_of_team = good
+        moe.layer._fixed._plan_of_team = good
         return got, outcome(lambda: moe(*args)).kind
 
     for rank, (got, after) in enumerate(run_nodes(main, 2, 2)):
@@ -282,7 +282,7 @@ def test_one_node_has_no_rail():
 
 def learns_later(layer):
     """Make a CPU layer defer, as one on CUDA does: a void plan raises nothing until synchronize()."""
-    layer._defers, layer._record = True, lambda: "event"
+    layer._fixed._defers, layer._fixed._record = True, lambda: "event"
     layer.nodes.rail.wait_for = lambda event: None
     team, errors = layer.team_layer, []
     synchronize = team.synchronize

@@ -138,6 +138,8 @@ def mistakes(nodes):
     found["other"] = outcome(lambda: moe(x, idx, weight))
     moe.num_chunks = 3
     right = step(moe, CASES[0])
+    rows = torch.zeros(moe.last_layout.num_rows, HIDDEN)
+    found["returned"] = outcome(lambda: moe.layer.combine(rows, moe.last_layout))
     one = moe_of(nodes, 1)
     want = step(one, CASES[0])
     for name in want:
@@ -157,6 +159,7 @@ def test_mistakes_in_chunks_are_errors_on_all_ranks():
             assert got.kind == ("MemoryError" if is_bad else "PeerError"), f"chunk {chunk}, {rank}: {got}"
         assert found["index"].kind == "EpIndexError"
         assert found["other"].kind == "EpMismatch"
+        assert found["returned"].kind == "ValueError" and "rows have returned" in found["returned"].text
         assert "chunks: rank 2 has 2, rank 0 has 3" in found["other"].text
         for value, kind in ((0, "ValueError"), (65, "ValueError"), (True, "TypeError"), (1.5, "TypeError")):
             assert found["created", value].kind == (kind if is_bad else "PeerError"), found["created", value]

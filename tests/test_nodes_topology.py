@@ -94,6 +94,12 @@ def _ranks(rank, size):
     facts["one node"] = outcome(lambda: epmoe.World() if rank == 1 else epmoe.Nodes(local_world_size=2))
     facts["mesh_own"] = outcome(lambda: epmoe.Nodes(mesh, 1 if rank == 0 else None))
     everyone = dist.new_group([0, 1, 2, 3])  # one node: the World of the group
+    # A layer on one node, although LOCAL_WORLD_SIZE says 2.
+    group = dist.new_group([0, 1, 2, 3])
+    layer = epmoe.EPAll2AllLayer(group, 4, 16, 1, num_tot_experts=4, local_world_size=4, device="cpu",
+                                 timeout_s=HANG_S)
+    facts["layer"] = repr(layer.world)
+    layer.finalize()
     facts["one"] = repr(epmoe.Nodes(everyone, local_world_size=4, timeout_s=HANG_S))
     return facts
 
@@ -115,6 +121,7 @@ def test_nodes_of_processes():
         assert facts["different"].kind == "EpMismatch" and "rank 1 has local" in facts["different"].text
         assert facts["one node"].kind == ("PeerError" if rank == 1 else "EpMismatch")
         assert facts["mesh_own"].kind == ("ValueError" if rank == 0 else "PeerError")
+        assert facts["layer"] == f"epmoe.World(rank={rank}, size=4)"
         assert facts["one"] == f"epmoe.Nodes(rank={rank}, nodes=1, local=4)"
 
 

@@ -4,20 +4,35 @@ A rank whose arguments are wrong must not leave the others waiting.  So each che
 error to the other ranks, in the operation that they are about to enter (_refuse), before it raises.
 """
 
+from __future__ import annotations
+
 import collections
 import contextlib
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeGuard, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import _C
 from ..comm.device import capabilities, pick_device, status_of, stream_of
 from ..comm.heap import SymmetricHeap
-from ..comm.nodes import Nodes, is_mesh
+from ..comm.nodes import Nodes, is_mesh, sizes_of
 from ..comm.refusals import check_plain, is_told, mark_told
-from ..comm.world import Shared, World
+from ..comm.rendezvous import process_group
+from ..comm.world import Shared, World, _of_group as worlds
 from ..gemm.grouped import is_transposed
-from .internode.choice import spans_nodes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+# What a layer takes as its ranks.  None is the default group.
+Group: TypeAlias = "World | Nodes | ProcessGroup | DeviceMesh | None"
+_T = TypeVar("_T", Tensor, Tensor | None)
 
 DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
 MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
@@ -25,12 +40,15 @@ MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
 _FUSED_FIELDS = ("fused", "num_move", "num_tail_sms", "num_reduce_sms", "waits_for_expert", "is_serial",
                  "token_sorting", "num_copies")
 # The configuration of a layer, as the module takes it.
-Config = collections.namedtuple("Config", _C.CONFIG_FIELDS, defaults=[0] * len(_FUSED_FIELDS))
+if TYPE_CHECKING:
+    Config: TypeAlias = _C._Config
+else:
+    Config = collections.namedtuple("Config", _C.CONFIG_FIELDS, defaults=[0] * len(_FUSED_FIELDS))
 _LOCAL_WORLD_SIZE = 5  # its place among the arguments of a layer after ep_group
 NO_CONFIG = Config._make([0] * len(Config._fields))  # of a rank that has no valid configuration
 
 
-def max_blocks(device, reserve_sms):
+def max_blocks(device: torch.device, reserve_sms: int) -> int:
     """Return the most thread blocks of an operation: on a GPU one for each SM that is not reserved."""
     num_sm = 1024 if device.type == "cpu" else capabilities(device).num_sms
     if not 0 <= reserve_sms <= num_sm - 2:
@@ -38,7 +56,7 @@ def max_blocks(device, reserve_sms):
     return num_sm - reserve_sms
 
 
-def default_num_sm(device, row_bytes):
+def default_num_sm(device: torch.device, row_bytes: int) -> int:
     """Return the thread blocks that move tokens by default.
 
     Short rows make a block wait longer than it copies, so they need more blocks (docs/experiments, E-005).
@@ -48,7 +66,7 @@ def default_num_sm(device, row_bytes):
     return 64 if row_bytes >= 4096 else 96
 
 
-def cast(t, dtype):
+def cast(t: _T, dtype: torch.dtype) -> _T:
     """Return t.to(dtype), or None.
 
     A tensor that is not floating-point is returned as it is, and refused when it is used (see _check_tensor).
@@ -57,7 +75,31 @@ def cast(t, dtype):
     return t if t is None or t.dtype == dtype or not t.dtype.is_floating_point else t.to(dtype)
 
 
-def world_of(ep_group, heap, timeout_s, local_world_size=None):
+def spans_nodes(group: Group, local_world_size: int | None = None) -> TypeGuard[
+        Nodes | ProcessGroup | DeviceMesh | None]:
+    """Whether a layer with these arguments spans several nodes.
+
+    Where the arguments are wrong, a group that fits a World is taken for one node, whose layer says so.
+    """
+    if isinstance(group, (Nodes, World)):
+        return isinstance(group, Nodes) and group.num_nodes > 1
+    if is_mesh(group):
+        return group.mesh.shape[0] > 1
+    try:
+        key = process_group(group)
+    except (TypeError, ValueError):
+        return False
+    if key is None or id(key) in worlds:  # ranks that share a World are one node
+        return False
+    try:
+        size, local = sizes_of(key, local_world_size)
+    except (TypeError, ValueError):
+        return dist.get_world_size(key) > _C.MAX_RANKS
+    return local < size
+
+
+def world_of(ep_group: Group, heap: SymmetricHeap | None, timeout_s: float | None,
+             local_world_size: int | None = None) -> World | Nodes:
     """Return the world of a layer with these arguments, or the Nodes of a layer that spans several.
 
     It comes first, because without a world this rank cannot report what is wrong with its arguments.
@@ -71,7 +113,7 @@ def world_of(ep_group, heap, timeout_s, local_world_size=None):
     return World.of(ep_group, timeout_s)
 
 
-def refuse_layer(world, heap, error):
+def refuse_layer(world: World | Nodes, heap: SymmetricHeap | None, error: BaseException) -> None:
     """Tell the other ranks, which are creating a layer, that this rank cannot.
 
     They first agree on the configuration, or, with heap=, enter the creation on that heap.  A rank whose heap
@@ -89,7 +131,7 @@ def refuse_layer(world, heap, error):
 
 
 @contextlib.contextmanager
-def together(world):
+def together(world: World | Nodes) -> Iterator[None]:
     """A block that all ranks finish, or none.  Collective.
 
     The block makes no collective call.  Where it raises on one rank, the others raise PeerError at its end.
@@ -109,7 +151,7 @@ def together(world):
 class CollectiveLayer(Shared):
     """The base of the layers: what belongs to any object whose calls all ranks make together."""
 
-    world: World
+    world: World | Nodes
     rank: int
     world_size: int
     max_tokens: int
@@ -119,6 +161,7 @@ class CollectiveLayer(Shared):
     num_local_experts: int
     dtype: torch.dtype
     device: torch.device
+    heap: SymmetricHeap
     capacity: int | None
     expert_alignment = 1
     expert_capacity: int | None = None
@@ -126,30 +169,36 @@ class CollectiveLayer(Shared):
     _num_buffers: int
     _num_sm: int
     _config: Config
+    _c: _C._Layer
+    _owns_heap: bool
     nodes: Nodes | None = None  # of a layer over several nodes
-    _over_nodes: type | None = None  # its class for the ranks of several nodes, which a2a/internode sets
+    _over_nodes: type[Any] | None = None  # its class for the ranks of several nodes, which a2a/internode sets
     _copies = 1  # tokens of the layer below for each token of a caller
     _fused_config: dict[str, int] = {}  # fields of the Config that are about fused operations
     _spare_buffers = 0  # communication buffers of the world that the layer must leave free
 
-    def __new__(cls, ep_group=None, *args, **options):
+    def __new__(cls, ep_group: Group = None, *args: Any, **options: Any) -> Self:
         """Make a layer of one node; for the ranks of several nodes one that has a layer of its own node."""
         if cls._over_nodes is not None:
             local = args[_LOCAL_WORLD_SIZE] if len(args) > _LOCAL_WORLD_SIZE else options.get(
                 "local_world_size")
             heap = options.get("heap")
             if (ep_group is not None or heap is None) and spans_nodes(ep_group, local):
-                cls = cls._over_nodes
+                return super().__new__(cls._over_nodes)
         return super().__new__(cls)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, value, trace):
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
         if kind is None:
             self.finalize()
 
-    def _check_heap(self, heap, device):
+    def finalize(self) -> None:
+        raise NotImplementedError
+
+    def _check_heap(self, heap: SymmetricHeap | None, device: torch.device | str | None) -> None:
         if heap is None:
             return
         if not isinstance(heap, SymmetricHeap):
@@ -160,7 +209,7 @@ class CollectiveLayer(Shared):
         if device is not None and pick_device(device) != heap.device:
             raise ValueError(f"device {device}, but the heap is on {heap.device}: leave device out")
 
-    def _make_config(self, mode, reserve_sms):
+    def _make_config(self, mode: int, reserve_sms: int) -> Config:
         """Return the Config."""
         padding = self.num_local_experts * (self.expert_alignment - 1)
         most_rows = min(self.world_size * self.max_tokens * self.topk + padding, (1 << 31) - 1)
@@ -173,12 +222,12 @@ class CollectiveLayer(Shared):
                       host_counts=self.host_counts, spare_buffers=self._spare_buffers,
                       num_copies=self._copies, **self._fused_config)
 
-    def _create(self, heap, num_bytes):
+    def _create(self, world: World, heap: SymmetricHeap | None, num_bytes: int) -> None:
         """Agree with the other ranks on the configuration, and make the module's layer.  Collective."""
         self._owns_heap = heap is None
         if self._owns_heap:  # else ranks with different layers would only hear of different heap sizes
-            _C.layer_agree(self.world._c, self._config, 0)
-        self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
+            _C.layer_agree(world._c, self._config, 0)
+        self.heap = SymmetricHeap(world, num_bytes, self.device) if heap is None else heap
         try:
             self._c = _C.layer_create(self.heap._c, self._config)
         except Exception:
@@ -189,16 +238,16 @@ class CollectiveLayer(Shared):
 
     # ---- errors reach all ranks ----
 
-    def _is_buffer(self, buffer):
+    def _is_buffer(self, buffer: Any) -> bool:
         return isinstance(buffer, int) and 0 <= buffer < self._num_buffers
 
-    def _check_buffer(self, op, buffer):
+    def _check_buffer(self, op: int, buffer: Any) -> None:
         if not self._is_buffer(buffer):
             kind = ValueError if isinstance(buffer, int) else TypeError
             n = self._num_buffers
             self._refuse(op, kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}"), buffer)
 
-    def _refuse(self, op, error, buffer):
+    def _refuse(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         """Report to the other ranks that this one cannot take part in op, then raise the error.
 
         The report goes through the buffer of the call, or through the first where the call named no valid
@@ -215,13 +264,13 @@ class CollectiveLayer(Shared):
 
     # Not for calls outside of a compiler: its first call imports dynamo for seconds, while the peers wait.
     @torch._disable_dynamo
-    def _refuse_untraced(self, op, error, buffer):
+    def _refuse_untraced(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         try:
             self._refuse_now(op, error, buffer)
         finally:
             del error
 
-    def _refuse_now(self, op, error, buffer):
+    def _refuse_now(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         # An error refers to the frames that it has left, so one that a frame still names is in a cycle. The
         # cycle would keep the tensors and CUDA graphs of all callers until a garbage collection.
         try:
@@ -233,7 +282,8 @@ class CollectiveLayer(Shared):
         finally:
             del error
 
-    def _check_tensor(self, name, t, dtype, shape):
+    def _check_tensor(self, name: str, t: Any, dtype: torch.dtype | None,
+                      shape: tuple[int | None, ...]) -> None:
         """Check a tensor before the first operation of a call.
 
         The module would refuse it too, but in a later operation: then this rank would stop between two.
@@ -258,6 +308,6 @@ class CollectiveLayer(Shared):
             raise ValueError(f"{name} must be contiguous: call contiguous() on it")
 
 
-def _fits(got, wanted):
+def _fits(got: Sequence[int], wanted: tuple[int | None, ...]) -> bool:
     """Whether a shape has the wanted sizes; a wanted size of None is any."""
     return len(got) == len(wanted) and all(w is None or g == w for g, w in zip(got, wanted))

@@ -1,21 +1,28 @@
 """EpAll2AllFusedOp: dispatch + grouped GEMM, and grouped GEMM + combine, each in one launch."""
 
+from __future__ import annotations
+
 import operator
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from .. import _C
 from ..comm.device import capabilities, integer
+from ..comm.heap import SymmetricHeap
 from ..comm.refusals import reported_after_plan
-from ..gemm.activations import activate
-from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, add_bias, aligned, as_kernel, check_activation,
+from ..gemm.activations import Activation, activate
+from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, Kernel, add_bias, aligned, as_kernel, check_activation,
                             grouped_gemm, is_transposed)
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import check_mode, is_watched, requires_grad
-from .base import NO_CONFIG, cast
-from .layer import EPAll2AllLayer
+from .base import NO_CONFIG, Config, Group, cast
+from .layer import EPAll2AllLayer, Outputs
+from .layout import EPLayout, Layout
 
+# A product in FP8: weights and their scales, and the bias or None.
+Fp8Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 _FUSED = {False: 0, True: 1, None: 2}  # EpFused
 
 
@@ -39,20 +46,21 @@ def fuses(max_tokens: int, topk: int, num_experts: int, world_size: int) -> bool
                                                      max_tokens=max_tokens))
 
 
-def _shares_launch(config, has_kernels, n, k, columns=0, is_fp8=False, trains=False, has_split_gates=False):
+def _shares_launch(config: Config, has_kernels: bool, n: int, k: int, columns: int = 0, is_fp8: bool = False,
+                   trains: bool = False, has_split_gates: bool = False) -> bool:
     """Whether a product with weights [L, n, k] shares a launch with communication: see csrc/layer/path.c."""
     return _C.layer_fuses(config, has_kernels, n, k, columns, is_fp8, trains, has_split_gates)
 
 
-_shares_launch._dynamo_marked_constant = True  # a compiler calls it, and does not trace it
+setattr(_shares_launch, "_dynamo_marked_constant", True)  # a compiler calls it, and does not trace it
 
 
-def _scales_shape(gemm_weight):
+def _scales_shape(gemm_weight: Tensor) -> list[int]:
     """Return the shape of the scales of weights [L, N, K], with one for each block."""
     return [gemm_weight.shape[0], *(-(-size // FP8_BLOCK) for size in gemm_weight.shape[1:])]
 
 
-def check_no_gradients(name, *leaves):
+def check_no_gradients(name: str, *leaves: Any) -> None:
     """Raise RuntimeError if a gradient of one of these arguments of a call is wanted."""
     if requires_grad(*(t for t in leaves if isinstance(t, torch.Tensor))):
         raise RuntimeError(f"{name} in FP8 has no gradients: call it under torch.no_grad(), or use weights "
@@ -131,17 +139,19 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         Megakernel".
     """
 
-    def __init__(self, ep_group: Any, max_tokens: int, hidden: int, topk: int, rank: int | None = None,
+    def __init__(self, ep_group: Group, max_tokens: int, hidden: int, topk: int, rank: int | None = None,
                  num_tot_experts: int | None = None, local_world_size: int | None = None,
                  world_size: int | None = None, dtype: torch.dtype = torch.bfloat16,
                  weight_dtype: torch.dtype = torch.float32, num_sm: int | None = None,
                  enable_local_combine: bool = True, *, num_tail_sms: int = 0,
                  num_reduce_sms: int | None = None, token_saving: bool = True, token_sorting: bool = True,
-                 block_wise_barrier: bool = True, combine_order: str = "fuse_scatter",
-                 fused: bool | None = None, combine_mode: str = "scatter", capacity: int | None = None,
-                 host_counts: bool = False, num_buffers: int = 1, reserve_sms: int = 0, heap: Any = None,
-                 device: Any = None, timeout_s: float | None = None, rail_dtype: torch.dtype | None = None,
-                 rail_capacity: int | None = None) -> None:
+                 block_wise_barrier: bool = True,
+                 combine_order: Literal["fuse_scatter", "serial"] = "fuse_scatter",
+                 fused: bool | None = None, combine_mode: Literal["scatter", "gather"] = "scatter",
+                 capacity: int | None = None, host_counts: bool = False, num_buffers: int = 1,
+                 reserve_sms: int = 0, heap: SymmetricHeap | None = None,
+                 device: torch.device | str | None = None, timeout_s: float | None = None,
+                 rail_dtype: torch.dtype | None = None, rail_capacity: int | None = None) -> None:
         self.fused = fused
         self.token_saving = token_saving  # _check_options, whose errors reach all ranks, makes a bool of each
         self.token_sorting = token_sorting
@@ -156,9 +166,12 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         # It depends on what all ranks have alike, not on their numbers of tokens.
         self.may_decode = self.capacity is None and _C.layer_decodes(self._config)
 
-    def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *,
-                                 bias=None, activation=None, full_scatter_indices=None, buffer=0,
-                                 gemm_scale=None):
+    def mega_dispatch_group_gemm(self, input: Tensor, exp_indices: Tensor | None = None,
+                                 layout: Layout | None = None, gemm_weight: Tensor | None = None,
+                                 weight: Tensor | None = None, *, bias: Tensor | None = None,
+                                 activation: Activation | None = None,
+                                 full_scatter_indices: Tensor | None = None, buffer: int = 0,
+                                 gemm_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None, Layout]:
         """Send tokens to their experts' ranks and multiply each row as it arrives.  Collective.
 
         Returns activation(dispatch(input) @ gemm_weight[e].T + bias[e]).  Differentiable in input, weight,
@@ -219,7 +232,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                                            buffer)
         try:
             check_mode(input, weight, gemm_weight, bias)
-            self._check_product(gemm_weight, None, self.hidden, bias, activation)
+            gemm_weight = self._check_product(gemm_weight, None, self.hidden, bias, activation)
             fused = self._is_fused(gemm_weight)
             if layout is None or not fused:
                 self._check_tensor("input", input, self.dtype, (None, self.hidden))
@@ -239,8 +252,9 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                                                  full_scatter_indices, layout, buffer)
         return self._mega_dispatch_planned(layout, input, weight, gemm_weight, bias, activation, num_rows)
 
-    def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None,
-                                gemm_scale=None):
+    def mega_group_gemm_combine(self, gemm_input: Tensor, gemm_weight: Tensor, layout: Layout,
+                                weight: Tensor | None = None, *, bias: Tensor | None = None,
+                                gemm_scale: Tensor | None = None) -> Tensor:
         """Multiply rows and return each to its token's rank while others are computed.  Collective.
 
         Returns combine(gemm_input @ gemm_weight[e].T + bias[e]).  Differentiable in gemm_input, weight,
@@ -288,7 +302,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         fused = False
         try:
             check_mode(gemm_input, weight, gemm_weight, bias)
-            self._check_dispatched(layout)
+            layout = self._check_dispatched(layout)
             self._check_product(gemm_weight, self.hidden, None, bias, None)
             fused = self._is_fused(gemm_weight)
             weight = self._check_gemm_input(gemm_input, gemm_weight, layout, weight)
@@ -306,8 +320,9 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         return self._by_token(self._mega_combine_checked(layout, gemm_input, gemm_weight, bias, weight,
                                                          with_grad))
 
-    def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
-                 buffer=0):
+    def dispatch(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
+                 full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
+                 buffer: int = 0) -> tuple[Tensor, Tensor | None, Layout]:
         """Send tokens to their experts' ranks without a GEMM, as EPAll2AllLayer.dispatch.  Collective.
 
         Args:
@@ -334,7 +349,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         return super().dispatch(input, exp_indices, weight, full_scatter_indices, layout=layout,
                                 buffer=buffer)
 
-    def combine(self, input, layout, weight=None):
+    def combine(self, input: Tensor, layout: Layout, weight: Tensor | None = None) -> Tensor:
         """Return rows and sum them without a GEMM, as EPAll2AllLayer.combine.  Collective.
 
         Args:
@@ -361,7 +376,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
 
     # ---- options, and which way a call takes ----
 
-    def _check_options(self):
+    def _check_options(self) -> None:
         self.fused = None if self.fused is None else bool(self.fused)
         for name in ("token_saving", "token_sorting", "block_wise_barrier"):
             setattr(self, name, bool(getattr(self, name)))
@@ -387,12 +402,13 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         if self.fused is None:
             self.fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
 
-    def _is_fused(self, gemm_weight):
+    def _is_fused(self, gemm_weight: Tensor) -> bool:
         """Whether a product with these weights [L, N, K] shares a launch with the communication beside it."""
         n, k = map(operator.index, gemm_weight.shape[1:])  # to a compiler, sizes may be symbols
         return not is_transposed(gemm_weight) and _shares_launch(self._config, self._has_fused, n, k)
 
-    def _is_fused_fp8(self, gemm_weight, activation=None, is_first=True):
+    def _is_fused_fp8(self, gemm_weight: Tensor, activation: Activation | None = None,
+                      is_first: bool = True) -> bool:
         """The same for weights in FP8.  is_first: they multiply the rows that dispatch brings."""
         n, k = map(operator.index, gemm_weight.shape[1:])
         number = as_kernel(activation)[0]
@@ -402,7 +418,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
 
     # ---- checks ----
 
-    def _check_gemm_input(self, gemm_input, gemm_weight, layout, weight):
+    def _check_gemm_input(self, gemm_input: Tensor, gemm_weight: Tensor, layout: EPLayout,
+                          weight: Tensor | None) -> Tensor | None:
         """Check the rows and their weights before GEMM + combine.  Returns the weights, in float32."""
         num_rows = layout._num_rows if self.capacity is None else self.capacity
         self._check_tensor("gemm_input", gemm_input, self.dtype, (num_rows, gemm_weight.shape[2]))
@@ -411,7 +428,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
         return cast(weight, torch.float32)
 
-    def _check_fp8(self, rows, columns, gemm_weight, gemm_scale, bias, activation=None):
+    def _check_fp8(self, rows: int | None, columns: int | None, gemm_weight: Any, gemm_scale: Any, bias: Any,
+                   activation: Activation | None = None) -> None:
         """Check the arguments of a product with weights [L, rows, columns], where None is any size."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise TypeError(f"dtype {self.dtype} with weights in FP8: the layer must be of torch.bfloat16 or "
@@ -433,7 +451,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         if bias is not None:
             self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
 
-    def _fp8_weights(self, gemm_weight, gemm_scale, bias):
+    def _fp8_weights(self, gemm_weight: Tensor, gemm_scale: Tensor, bias: Tensor | None) -> Fp8Weights:
         """Return weights, a scale for each of their blocks, and the bias, as the fused kernels take them."""
         shape = _scales_shape(gemm_weight)
         if list(gemm_scale.shape) != shape:
@@ -444,7 +462,9 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     # ---- calls of the module; ops.py makes operators of them ----
 
     @reported_after_plan(_C.OP_DISPATCH_GEMM)
-    def _mega_dispatch_planned(self, layout, input, weight, gemm_weight, bias, activation, num_rows):
+    def _mega_dispatch_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
+                               gemm_weight: Tensor, bias: Tensor | None, activation: Activation | None,
+                               num_rows: int) -> tuple[Tensor, Tensor | None, EPLayout]:
         with_grad = requires_grad(input, weight, gemm_weight, bias)
         # With gradients, torch's own bias and activation follow the kernel, because they have a backward.
         inside, added = (None, None) if with_grad else (activation, bias)
@@ -466,7 +486,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         return h, cast(row_weight, self.weight_dtype), layout
 
     @reported_after_plan(_C.OP_GEMM_COMBINE)
-    def _mega_combine_checked(self, layout, gemm_input, gemm_weight, bias, weight, with_grad):
+    def _mega_combine_checked(self, layout: EPLayout, gemm_input: Tensor, gemm_weight: Tensor,
+                              bias: Tensor | None, weight: Tensor | None, with_grad: bool) -> Tensor:
         if with_grad or is_watched():
             return torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan,
                                                 layout.recv, self.id, layout.buffer, layout.num_tokens,
@@ -474,17 +495,19 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         return self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv,
                                   layout.buffer, layout.num_tokens)[0]
 
-    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
-                       limit=0.0, with_grad=False):
+    def _dispatch_gemm(self, x: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
+                       bias: Tensor | None, buffer: int, num_rows: int, activation: int, alpha: float = 0.0,
+                       limit: float = 0.0,
+                       with_grad: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
 
-        def make(n):
+        def make(n: int) -> Outputs:
             row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
             recv = self._empty(self._recv_words, dtype=torch.int32)
             return ([self._empty(n, self.hidden), row_weight, self._empty(n, columns)],
                     [recv, aligned(gemm_weight), aligned(bias)])
 
-        def launch(outputs, others, awaits_rows):
+        def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
             rows, row_weight, out = outputs
             return _C.layer_dispatch_gemm(self._c, buffer, (
                 x, weight, plan, rows, row_weight, *others, out, None, activation, alpha, limit,
@@ -495,8 +518,9 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, kept_for)
         return out, rows, row_weight, others[0]
 
-    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
-                      with_grad=False):
+    def _gemm_combine(self, a: Tensor, gemm_weight: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+                      plan: Tensor, recv: Tensor | None, buffer: int, num_tokens: int,
+                      with_grad: bool = False) -> tuple[Tensor, Tensor]:
         rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
         gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         tensors = a, gemm_weight, bias, rows, row_weight, None, plan, recv, out, None
@@ -504,7 +528,10 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             *tensors, with_grad, FORWARD))
         return out, rows
 
-    def _mega_dispatch_fp8(self, input, exp_indices, layout, product, weight, full_scatter_indices, buffer):
+    def _mega_dispatch_fp8(self, input: Tensor, exp_indices: Tensor | None, layout: Layout | None,
+                           product: tuple[Any, Tensor, Tensor | None, Activation | None],
+                           weight: Tensor | None, full_scatter_indices: Tensor | None,
+                           buffer: int) -> tuple[Tensor, Tensor | None, Layout]:
         """mega_dispatch_group_gemm in FP8.  product: gemm_weight, gemm_scale, bias and activation."""
         gemm_weight, gemm_scale, bias, activation = product
         op = _C.OP_DISPATCH_GEMM_FP8 if self.fused else _C.OP_DISPATCH_FP8
@@ -532,7 +559,9 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         return self._mega_fp8_planned(layout, input, weight, product, num_rows)
 
     @reported_after_plan(_C.OP_DISPATCH_GEMM_FP8)
-    def _mega_fp8_planned(self, layout, input, weight, product, num_rows):
+    def _mega_fp8_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
+                          product: tuple[Tensor, Tensor, Tensor | None, Activation | None],
+                          num_rows: int) -> tuple[Tensor, Tensor | None, EPLayout]:
         x, x_scale = quantize_fp8(input.contiguous())
         weights, activation = self._fp8_weights(*product[:3]), product[3]
         if is_watched():
@@ -546,22 +575,25 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         self._set_dispatched(layout, h, recv)
         return h, cast(row_weight, self.weight_dtype), layout
 
-    def _dispatch_gemm_fp8(self, x, x_scale, weight, plan, weights, buffer, num_rows, activation):
+    def _dispatch_gemm_fp8(self, x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor,
+                           weights: Fp8Weights, buffer: int, num_rows: int,
+                           activation: Kernel) -> tuple[Tensor, Tensor | None, Tensor]:
         """Allocate the outputs and call the module.  Returns the products, the row weights and recv.
 
         weights: gemm_weight, its scale for each block, and its bias.  activation: as as_kernel returns it.
         """
-        number, alpha, limit = (*activation, 0.0, 0.0)[:3]
-        columns = weights[0].shape[1] // (2 if number in GATED else 1)
+        number, alpha, limit = activation
+        gemm_weight, gemm_scale, bias = weights
+        columns = gemm_weight.shape[1] // (2 if number in GATED else 1)
         x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8, so the module gets bytes
 
-        def make(n):
+        def make(n: int) -> Outputs:
             rows, row_scale, row_weight, recv = self._fp8_outputs(weight, n, by_row=False)
-            gemm_weight, gemm_scale, bias = map(aligned, weights)
             return ([row_weight, self._empty(n, columns)],
-                    [rows, row_scale, recv, gemm_weight.view(torch.uint8), gemm_scale, bias])
+                    [rows, row_scale, recv, aligned(gemm_weight).view(torch.uint8), aligned(gemm_scale),
+                     aligned(bias)])
 
-        def launch(outputs, others, awaits_rows):
+        def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
             (row_weight, out), (rows, row_scale, *others) = outputs, others
             return _C.layer_dispatch_gemm_fp8(self._c, buffer, (
                 x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, number, alpha, limit,
@@ -571,14 +603,15 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         (row_weight, out), others = self._run_dispatch(call, num_rows, make, launch)
         return out, row_weight, others[2]
 
-    def _mega_combine_fp8(self, gemm_input, layout, product, weight):
+    def _mega_combine_fp8(self, gemm_input: Tensor, layout: Layout, product: Fp8Weights,
+                          weight: Tensor | None) -> Tensor:
         """mega_group_gemm_combine in FP8.  product: gemm_weight, gemm_scale and bias."""
         gemm_weight, gemm_scale, bias = product
         fused = False
         try:
             check_mode(gemm_input, weight, gemm_weight, bias)
             check_no_gradients("GEMM + combine", gemm_input, weight, *product)
-            self._check_dispatched(layout)
+            layout = self._check_dispatched(layout)
             self._check_fp8(self.hidden, None, *product)
             fused = self._is_fused_fp8(gemm_weight, is_first=False)
             weight = self._check_gemm_input(gemm_input, gemm_weight, layout, weight)
@@ -596,29 +629,31 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         return self._by_token(self._combine_fp8_checked(layout, rows, scales, weights, weight))
 
     @reported_after_plan(_C.OP_GEMM_COMBINE_FP8)
-    def _combine_fp8_checked(self, layout, rows, scales, weights, weight):
+    def _combine_fp8_checked(self, layout: EPLayout, rows: Tensor, scales: Tensor, weights: Fp8Weights,
+                             weight: Tensor | None) -> Tensor:
         if is_watched():
             return torch.ops.epmoe.gemm_combine_fp8(rows, scales, *weights, weight, layout.plan, layout.recv,
                                                     self.id, layout.buffer, layout.num_tokens)
         return self._gemm_combine_fp8(rows, scales, weights, weight, layout.plan, layout.recv, layout.buffer,
                                       layout.num_tokens)
 
-    def _gemm_combine_fp8(self, a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens):
+    def _gemm_combine_fp8(self, a: Tensor, a_scale: Tensor, weights: Fp8Weights, row_weight: Tensor | None,
+                          plan: Tensor, recv: Tensor | None, buffer: int, num_tokens: int) -> Tensor:
         """Allocate the outputs and call the module.  Returns the sums.
 
         weights: gemm_weight, its scale for each block, and its bias.
         """
         rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
-        gemm_weight, gemm_scale, bias = map(aligned, weights)
+        gemm_weight, gemm_scale, bias = weights
         # DLPack of some versions of torch has no FP8, so the module gets bytes
         _C.layer_gemm_combine_fp8(self._c, buffer, (
-            a.view(torch.uint8), a_scale, gemm_weight.view(torch.uint8), gemm_scale, bias, rows, row_weight,
-            plan, recv, out))
+            a.view(torch.uint8), a_scale, aligned(gemm_weight).view(torch.uint8), aligned(gemm_scale),
+            aligned(bias), rows, row_weight, plan, recv, out))
         return out
 
     # ---- without token saving, every choice is a token of its own (_copies > 1) ----
 
-    def _make_layout(self, exp_indices, scatter, buffer):
+    def _make_layout(self, exp_indices: Any, scatter: Any, buffer: int) -> EPLayout:
         if self._copies > 1:
             try:
                 exp_indices = self._by_choice("exp_indices", exp_indices, self.max_tokens // self._copies)
@@ -627,15 +662,5 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 self._refuse(_C.OP_PLAN, error, buffer)
         return super()._make_layout(exp_indices, scatter, buffer)
 
-    def _by_token(self, y):
+    def _by_token(self, y: Tensor) -> Tensor:
         return y if self._copies == 1 else y.view(-1, self._copies, self.hidden).float().sum(1).to(self.dtype)
-
-    def _by_choice(self, name, t, most):
-        """Return [T, K] as [T * K, 1].  The layer below checks the rest."""
-        if not isinstance(t, torch.Tensor):
-            return t
-        if t.dim() != 2 or t.shape[1] != self._copies:
-            raise ValueError(f"{name}: wanted shape [*, {self._copies}], got {list(t.shape)}")
-        if t.shape[0] > most:
-            raise ValueError(f"{name} has {t.shape[0]} tokens: must be at most {most}; see max_tokens")
-        return t.reshape(-1, 1)

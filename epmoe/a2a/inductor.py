@@ -6,6 +6,7 @@ its argument `after`.
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch._inductor import config
@@ -21,14 +22,16 @@ _RESULTS = {"nodes_plan": 1, "nodes_out": 1, "nodes_home": 1,
 class KeepOrder(CustomGraphPass):
     """Runs the pass or passes that the user has set, if any, and then chains epmoe's operators."""
 
-    def __init__(self, others):
-        self.others = list(others) if isinstance(others, (list, tuple)) else [others] if others else []
+    def __init__(self, others: Any) -> None:
+        self.others: list[Any] = [others] if others else []
+        if isinstance(others, (list, tuple)):
+            self.others = list(others)
 
-    def __call__(self, graph):
+    def __call__(self, graph: torch.fx.Graph) -> None:
         for other in self.others:
             other(graph)
         result_of = {getattr(torch.ops.epmoe, name).default: at for name, at in _RESULTS.items()}
-        last = None
+        last: torch.fx.Node | None = None
         for node in list(graph.nodes):
             if node.op != "call_function" or node.target not in result_of:
                 continue
@@ -41,13 +44,13 @@ class KeepOrder(CustomGraphPass):
                     last = graph.call_function(operator.getitem, (node, at))
                 last.meta["val"] = node.meta["val"][at]
 
-    def uuid(self):
+    def uuid(self) -> Any:
         """Return what a cache of graphs knows this pass by; None, no caching, if another pass has no id."""
         theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
         return None if None in theirs else ("epmoe keeps its order, 1", *theirs)
 
 
-def keep_order():
+def keep_order() -> None:
     """Install the pass for all compilations of this process from now on."""
     if not isinstance(config.post_grad_custom_post_pass, KeepOrder):
         config.post_grad_custom_post_pass = KeepOrder(config.post_grad_custom_post_pass)

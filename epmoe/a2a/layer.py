@@ -14,27 +14,41 @@ A training step keeps its outputs until the backward, so there the room must fit
 room than rows are not used: the host then allocates when it knows the number.
 """
 
+from __future__ import annotations
+
 import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from .. import _C
 from ..comm.device import integer, pick_device, stream_of
 from ..comm.refusals import check_plain, reported_after_plan
+from ..comm.heap import SymmetricHeap
+from ..comm.world import World
+from ..gemm.activations import Activation
 from ..gemm.grouped import FP8_BLOCK, check_activation
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import allocator_of, check_mode, is_watched, requires_grad
 from . import ops
-from .base import DTYPES, MODES, CollectiveLayer, cast, default_num_sm, max_blocks, refuse_layer, world_of
-from .layout import EPLayout
+from .base import (DTYPES, MODES, CollectiveLayer, Group, cast, default_num_sm, max_blocks, refuse_layer,
+                   world_of)
+from .layout import EPLayout, Layout
 
+if TYPE_CHECKING:
+    from .low_latency import LowLatencyAll2All
+
+# What _run_dispatch makes: tensors with a line for each row, or None, and other tensors.
+Outputs: TypeAlias = tuple[list[Any], list[Any]]
 _ids = itertools.count()
 ANY_ROOM = 0xffffffff  # awaits_rows of protocol/ops.h: the outputs may have any number of rows too many
 MOST_ROOMS = 1024  # of a layer: addresses of weights may change from step to step
 NO_ROOM = -1  # in the place of a room for which there was no memory: it is not tried again
 
 
-def check_kinds(num_tot_experts, dtype, weight_dtype, combine_mode):
+def check_kinds(num_tot_experts: Any, dtype: Any, weight_dtype: Any, combine_mode: Any) -> None:
     """Check the arguments of a layer that are not numbers, and that there is a number of experts."""
     if num_tot_experts is None:
         raise TypeError("num_tot_experts is missing: pass the number of experts of all ranks")
@@ -47,7 +61,7 @@ def check_kinds(num_tot_experts, dtype, weight_dtype, combine_mode):
                          f"are values of combine_order)")
 
 
-def check_rail_dtype(rail_dtype, dtype):
+def check_rail_dtype(rail_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums on their way between nodes, in a layer of some dtype."""
     if rail_dtype is None or rail_dtype == dtype:
         return dtype
@@ -59,7 +73,7 @@ def check_rail_dtype(rail_dtype, dtype):
     return rail_dtype
 
 
-def check_rail_capacity(rail_capacity):
+def check_rail_capacity(rail_capacity: Any) -> int | None:
     """Return rail_capacity, None or a positive integer.  Raises TypeError or ValueError."""
     if rail_capacity is None:
         return None
@@ -70,7 +84,7 @@ def check_rail_capacity(rail_capacity):
     return rail_capacity
 
 
-def room_after(room, num_rows, is_kept=False, too_large=False):
+def room_after(room: int, num_rows: int, is_kept: bool = False, too_large: bool = False) -> int:
     """Return the rows to make room for in the next call, after a call that had room and got num_rows.
 
     It goes up at once, and down slowly, because the modules of a model may share a layer.  is_kept: outputs
@@ -177,18 +191,24 @@ class EPAll2AllLayer(CollectiveLayer):
     """
 
     is_of_module = False  # whether an EPMoE uses the layer: see ops.rows_to_trace
-    low_latency = None  # EPMoE: the LowLatencyAll2All of the modules that share the layer
+    low_latency: LowLatencyAll2All | None = None  # EPMoE: that of the modules that share the layer
     may_decode = False  # EPMoE: whether calls without gradients create one by themselves
 
-
-    def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
-                 local_world_size=None, world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32,
-                 num_sm=None, enable_local_combine=False, *, combine_mode="scatter", capacity=None,
-                 expert_alignment=1, expert_capacity=None, host_counts=False, num_buffers=1, reserve_sms=0,
-                 heap=None, device=None, timeout_s=None, rail_dtype=None, rail_capacity=None):
-        self.world = world_of(ep_group, heap, timeout_s)
-        self.rank = self.world.rank
-        self.world_size = self.world.size
+    def __init__(self, ep_group: Group, max_tokens: int, hidden: int, topk: int, rank: int | None = None,
+                 num_tot_experts: int | None = None, local_world_size: int | None = None,
+                 world_size: int | None = None, dtype: torch.dtype = torch.bfloat16,
+                 weight_dtype: torch.dtype = torch.float32, num_sm: int | None = None,
+                 enable_local_combine: bool = False, *,
+                 combine_mode: Literal["scatter", "gather"] = "scatter", capacity: int | None = None,
+                 expert_alignment: int = 1, expert_capacity: int | None = None, host_counts: bool = False,
+                 num_buffers: int = 1, reserve_sms: int = 0, heap: SymmetricHeap | None = None,
+                 device: torch.device | str | None = None, timeout_s: float | None = None,
+                 rail_dtype: torch.dtype | None = None, rail_capacity: int | None = None) -> None:
+        world = world_of(ep_group, heap, timeout_s, local_world_size)
+        assert isinstance(world, World)  # __new__ makes another class of a layer over several nodes
+        self.world = world
+        self.rank = world.rank
+        self.world_size = world.size
         try:
             self._check_heap(heap, device)
             self._check_group(rank, world_size, local_world_size)
@@ -205,7 +225,8 @@ class EPAll2AllLayer(CollectiveLayer):
             self.capacity = None if capacity is None else integer("capacity", capacity)
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
-            self._allocator, self._rooms = allocator_of(self.device), {}
+            self._allocator = allocator_of(self.device)
+            self._rooms: dict[tuple[int, int | None], int] = {}
             reserve_sms = integer("reserve_sms", reserve_sms)
             self._num_blocks = max_blocks(self.device, reserve_sms)
             self._check_options()
@@ -217,11 +238,11 @@ class EPAll2AllLayer(CollectiveLayer):
             self._config = self._make_config(mode, reserve_sms)
             num_bytes = _C.layer_bytes(self._config)
             if timeout_s is not None:
-                self.world.set_timeout(timeout_s)
+                world.set_timeout(timeout_s)
         except Exception as error:
-            refuse_layer(self.world, heap, error)
+            refuse_layer(world, heap, error)
             raise
-        self._create(heap, num_bytes)
+        self._create(world, heap, num_bytes)
         self._recv_words = self.world_size * self.max_tokens * (1 + self.topk)
         self._plan_front = _C.plan_layout(self._config, 0)
         # The name of a layer in torch.ops.epmoe.*.  It has all that sizes depend on: a compiler that caches
@@ -229,7 +250,8 @@ class EPAll2AllLayer(CollectiveLayer):
         self.id = f"{next(_ids)} {tuple(self._config)}"
         ops.layers[self.id] = self
 
-    def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
+    def preprocess(self, exp_indices: Tensor, full_scatter_indices: Tensor | None = None, *,
+                   buffer: int = 0) -> Layout:
         """Plan a dispatch.  Collective.
 
         Args:
@@ -270,8 +292,9 @@ class EPAll2AllLayer(CollectiveLayer):
         self._check_buffer(_C.OP_PLAN, buffer)
         return self._read_rows(self._make_layout(exp_indices, full_scatter_indices, buffer))
 
-    def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
-                 buffer=0):
+    def dispatch(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
+                 full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
+                 buffer: int = 0) -> tuple[Tensor, Tensor | None, Layout]:
         """Send tokens to their experts' ranks.  Collective.
 
         A token that goes to several experts of one rank crosses the link once.  Differentiable in input and
@@ -323,8 +346,9 @@ class EPAll2AllLayer(CollectiveLayer):
                                                  full_scatter_indices, layout, buffer)
         return self._dispatch_planned(layout, input, weight, num_rows)
 
-    def dispatch_fp8(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
-                     buffer=0):
+    def dispatch_fp8(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
+                     full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
+                     buffer: int = 0) -> tuple[Tensor, Tensor, Tensor | None, Layout]:
         """Send tokens to their experts' ranks in float8_e4m3fn, with their scales.  Collective.
 
         A token is quantised once, at its rank, as quantize_fp8 does, and its H + 4 ceil(H / 128) bytes are
@@ -385,7 +409,7 @@ class EPAll2AllLayer(CollectiveLayer):
                                                  buffer)
         return self._dispatch_fp8_planned(layout, input, weight, num_rows)
 
-    def combine(self, input, layout, weight=None):
+    def combine(self, input: Tensor, layout: Layout, weight: Tensor | None = None) -> Tensor:
         """Return rows to their tokens' ranks and sum them there.  Collective.
 
         y[t] is the sum over the choices k of token t, without the dropped ones.  Sums are computed in float32
@@ -429,7 +453,7 @@ class EPAll2AllLayer(CollectiveLayer):
         """
         try:
             check_mode(input, weight)
-            self._check_dispatched(layout)
+            layout = self._check_dispatched(layout)
             num_rows = layout._num_rows if self.capacity is None else self.capacity
             self._check_tensor("input rows", input, self.dtype, (num_rows, self.hidden))
             if weight is not None:
@@ -439,7 +463,7 @@ class EPAll2AllLayer(CollectiveLayer):
             self._refuse(_C.OP_COMBINE, error, self._buffer_of(layout))
         return self._combine_checked(layout, input, weight)
 
-    def ep_barrier_all(self, *, buffer=0):
+    def ep_barrier_all(self, *, buffer: int = 0) -> None:
         """Wait until all ranks have reached this call, in stream order.  Collective.
 
         On CUDA the stream waits, not the host.
@@ -464,7 +488,7 @@ class EPAll2AllLayer(CollectiveLayer):
         self._check_buffer(_C.OP_BARRIER, buffer)
         _C.layer_barrier(self._c, buffer, stream_of(self.device))
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Wait on the host for the current stream, and raise what went wrong in it.  Not collective.
 
         On CUDA, dispatch and combine return before they have run.  Their errors are raised here, or by the
@@ -483,7 +507,7 @@ class EPAll2AllLayer(CollectiveLayer):
         if self.low_latency is not None:
             self.low_latency.synchronize()
 
-    def finalize(self):
+    def finalize(self) -> None:
         """Give the layer's memory back.  Collective; a second call does nothing.
 
         Operations of other threads of this rank go on until all ranks have come to this call.  It waits for
@@ -508,14 +532,14 @@ class EPAll2AllLayer(CollectiveLayer):
 
     # ---- creation ----
 
-    def _check_group(self, rank, world_size, local_world_size):
+    def _check_group(self, rank: int | None, world_size: int | None, local_world_size: int | None) -> None:
         for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size),
                                 ("local_world_size", local_world_size, self.world_size)):
             if got is not None and got != want:
                 raise ValueError(f"{name}={got}, but the group says {want} (a World is on one node; for "
                                  f"several pass the process group): leave it out")
 
-    def _set_padding(self, expert_alignment, expert_capacity, host_counts):
+    def _set_padding(self, expert_alignment: int, expert_capacity: int | None, host_counts: bool) -> None:
         """Set how many rows an expert has beside those that arrive, and whether the host is told."""
         self.expert_alignment = integer("expert_alignment", expert_alignment)
         if self.expert_alignment < 1:
@@ -533,12 +557,12 @@ class EPAll2AllLayer(CollectiveLayer):
             raise ValueError("host_counts with a capacity or an expert_capacity, with which the host reads "
                              "nothing: leave one of them out")
 
-    def _check_options(self):
+    def _check_options(self) -> None:
         """Check the options of a subclass.  May change topk and max_tokens."""
 
     # ---- checks ----
 
-    def _check_mode(self, buffer, exp_indices):
+    def _check_mode(self, buffer: int, exp_indices: Any) -> None:
         try:
             check_mode()
             if isinstance(exp_indices, torch.Tensor):
@@ -546,7 +570,9 @@ class EPAll2AllLayer(CollectiveLayer):
         except Exception as error:
             self._refuse(_C.OP_PLAN, error, buffer)
 
-    def _prepare(self, op, input, exp_indices, weight, full_scatter_indices, layout, buffer):
+    def _prepare(self, op: int, input: Tensor, exp_indices: Tensor | None, weight: Tensor | None,
+                 full_scatter_indices: Tensor | None, layout: Layout | None,
+                 buffer: int) -> tuple[EPLayout, Tensor | None, int]:
         """Check the arguments of a dispatch, and make its plan if there is none.
 
         Returns the layout, the weights in float32, and the number of output rows: -1 where the operation
@@ -564,7 +590,7 @@ class EPAll2AllLayer(CollectiveLayer):
                     raise ValueError(f"input has {input.shape[0]} tokens, but exp_indices has "
                                      f"{exp_indices.shape[0]}: must be the same")
             else:
-                self._check_layout(layout)
+                layout = self._check_layout(layout)
                 if buffer not in (0, layout.buffer):
                     raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}: "
                                      f"leave buffer out")
@@ -582,41 +608,62 @@ class EPAll2AllLayer(CollectiveLayer):
             layout = self._make_layout(exp_indices, full_scatter_indices, buffer)
             if self.host_counts:  # now, because for an older plan the host waits for the stream
                 self._read_rows(layout)
-        unknown = layout._num_rows is None and self.capacity is None
-        num_rows = -1 if unknown else self.capacity or layout._num_rows
+        num_rows = self.capacity or (-1 if layout._num_rows is None else layout._num_rows)
         return layout, weight, num_rows
 
-    def _check_layout(self, layout):
+    def _by_choice(self, name: str, t: Any, most: int) -> Any:
+        """Return [T, K] as [T * K, 1], where every choice is a token of its own (_copies > 1).
+
+        What is not a tensor is returned as it is: a later check refuses it.
+        """
+        if not isinstance(t, torch.Tensor):
+            return t
+        if t.dim() != 2 or t.shape[1] != self._copies:
+            raise ValueError(f"{name}: wanted shape [*, {self._copies}], got {list(t.shape)}")
+        if t.shape[0] > most:
+            raise ValueError(f"{name} has {t.shape[0]} tokens: must be at most {most}; see max_tokens")
+        return t.reshape(-1, 1)
+
+    def _check_layout(self, layout: Any) -> EPLayout:
+        """Return the layout, which must be one of this layer."""
         if not isinstance(layout, EPLayout):
             raise TypeError(f"layout: wanted an EPLayout, got {type(layout).__name__}")
         if layout.layer is not self:
             raise ValueError("the layout belongs to another layer: pass one that this layer's preprocess or "
                              "dispatch returned")
+        return layout
 
-    def _check_dispatched(self, layout):
-        self._check_layout(layout)
+    def _check_dispatched(self, layout: Any) -> EPLayout:
+        """Return the layout, which must be of a dispatch of this layer."""
+        layout = self._check_layout(layout)
         if layout.recv is None:
             raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
                              "dispatch(layout=...) first")
+        return layout
 
-    def _check_product(self, gemm_weight, rows, columns, bias, activation):
-        """Check gemm_weight [L, rows, columns], where None is any size, the bias and the activation."""
+    def _check_product(self, gemm_weight: Any, rows: int | None, columns: int | None, bias: Any,
+                       activation: Activation | None) -> Tensor:
+        """Return gemm_weight [L, rows, columns], where None is any size.
+
+        Checks it, the bias and the activation.
+        """
         self._check_tensor("gemm_weight", gemm_weight, self.dtype, (self.num_local_experts, rows, columns))
         check_activation(activation, gemm_weight.shape[1])
         if bias is not None:
             self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
+        return gemm_weight
 
-    def _buffer_of(self, layout, buffer=0):
+    def _buffer_of(self, layout: Any, buffer: int = 0) -> int:
         """Return the buffer of a call, for _refuse.  Another layer's layout says nothing about this layer."""
         return layout.buffer if getattr(layout, "layer", None) is self else buffer
 
     # ---- calls of the module; ops.py makes operators of them ----
 
-    def _empty(self, *sizes, dtype=None):
+    def _empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an uninitialised tensor of one or two dimensions, of the layer's dtype or another."""
         return self._allocator()(sizes, (*sizes[1:], 1), dtype or self.dtype)
 
-    def _plan(self, exp_indices, scatter, buffer):
+    def _plan(self, exp_indices: Any, scatter: Any, buffer: int) -> Tensor:
         try:
             has_tokens = isinstance(exp_indices, torch.Tensor) and exp_indices.dim()
             num_tokens = min(exp_indices.size(0), self.max_tokens) if has_tokens else 0
@@ -626,7 +673,7 @@ class EPAll2AllLayer(CollectiveLayer):
         _C.layer_plan(self._c, buffer, (exp_indices, scatter, plan))
         return plan
 
-    def _plan_words(self, num_tokens):
+    def _plan_words(self, num_tokens: int) -> int:
         """Return the length of a plan, as ep_plan_layout computes it.
 
         num_tokens may be a tracer's symbol.
@@ -634,10 +681,10 @@ class EPAll2AllLayer(CollectiveLayer):
         words_of_tokens = (num_tokens + 3) // 4 * 4 * (3 * self.topk + 2 * self.world_size)
         return self._plan_front["num_words"] + words_of_tokens
 
-    def _num_rows(self, plan, buffer):
+    def _num_rows(self, plan: Tensor, buffer: int) -> int:
         return _C.layer_num_rows(self._c, buffer, plan)
 
-    def _make_layout(self, exp_indices, scatter, buffer):
+    def _make_layout(self, exp_indices: Any, scatter: Any, buffer: int) -> EPLayout:
         """Launch a plan.  Its layout does not have the number of rows yet: see _read_rows."""
         self._check_mode(buffer, exp_indices)
         if is_watched():
@@ -646,7 +693,7 @@ class EPAll2AllLayer(CollectiveLayer):
             plan = self._plan(exp_indices, scatter, buffer)
         return EPLayout(self, plan, exp_indices.shape[0], buffer)
 
-    def _read_rows(self, layout):
+    def _read_rows(self, layout: EPLayout) -> EPLayout:
         """Wait until the plan of a layout has the number of rows.  Returns the layout, which knows it then.
 
         Raises the plan's error.  With a capacity, and where a compiler traces, only the device learns the
@@ -662,7 +709,8 @@ class EPAll2AllLayer(CollectiveLayer):
         return layout
 
     @reported_after_plan(_C.OP_DISPATCH)
-    def _dispatch_planned(self, layout, input, weight, num_rows):
+    def _dispatch_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
+                          num_rows: int) -> tuple[Tensor, Tensor | None, EPLayout]:
         with_grad = requires_grad(input, weight)
         if self._copies > 1:
             input = input.repeat_interleave(self._copies, 0)
@@ -674,14 +722,15 @@ class EPAll2AllLayer(CollectiveLayer):
         self._set_dispatched(layout, rows, recv)
         return rows, cast(row_weight, self.weight_dtype), layout
 
-    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False, kept_for=0):
+    def _dispatch(self, x: Tensor, weight: Tensor | None, plan: Tensor, buffer: int, num_rows: int,
+                  with_grad: bool = False, kept_for: int = 0) -> tuple[Tensor, Tensor | None, Tensor]:
         """kept_for: with_grad, as for _run_dispatch; 0 if there are no weights."""
-        def make(n):
+        def make(n: int) -> Outputs:
             row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
             recv = self._empty(self._recv_words, dtype=torch.int32)
             return [self._empty(n, self.hidden), row_weight], [recv]
 
-        def launch(outputs, others, awaits_rows):
+        def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
             return _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad,
                                                        awaits_rows))
 
@@ -691,7 +740,8 @@ class EPAll2AllLayer(CollectiveLayer):
         return rows, row_weight, recv
 
     @reported_after_plan(_C.OP_DISPATCH_FP8)
-    def _dispatch_fp8_planned(self, layout, input, weight, num_rows):
+    def _dispatch_fp8_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
+                              num_rows: int) -> tuple[Tensor, Tensor, Tensor | None, EPLayout]:
         x, x_scale = quantize_fp8(input.contiguous())
         if self._copies > 1:
             x, x_scale = x.repeat_interleave(self._copies, 0), x_scale.repeat_interleave(self._copies, 0)
@@ -705,15 +755,16 @@ class EPAll2AllLayer(CollectiveLayer):
         self._set_dispatched(layout, rows, recv)
         return rows, scales, cast(row_weight, self.weight_dtype), layout
 
-    def _dispatch_fp8(self, x, x_scale, weight, plan, buffer, num_rows):
+    def _dispatch_fp8(self, x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor, buffer: int,
+                      num_rows: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Allocate the outputs and call the module."""
         x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8, so the module gets bytes
 
-        def make(n):
+        def make(n: int) -> Outputs:
             *outputs, recv = self._fp8_outputs(weight, n, by_row=True)
             return outputs, [recv]
 
-        def launch(outputs, others, awaits_rows):
+        def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
             return _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others,
                                                            awaits_rows))
 
@@ -721,7 +772,8 @@ class EPAll2AllLayer(CollectiveLayer):
         (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch)
         return rows.view(torch.float8_e4m3fn), row_scale, row_weight, recv
 
-    def _fp8_outputs(self, weight, num_rows, by_row):
+    def _fp8_outputs(self, weight: Tensor | None, num_rows: int,
+                     by_row: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Allocate what a dispatch writes: the rows as bytes, their scales, their weights or None, and recv.
 
         by_row: The scales of a row are next to each other in memory, else those of a group.
@@ -735,13 +787,15 @@ class EPAll2AllLayer(CollectiveLayer):
         row_weight = None if weight is None else self._empty(num_rows, dtype=torch.float32)
         return rows, row_scale, row_weight, self._empty(self._recv_words, dtype=torch.int32)
 
-    def _set_dispatched(self, layout, rows, recv):
+    def _set_dispatched(self, layout: EPLayout, rows: Tensor, recv: Tensor) -> None:
         """Give a layout what its dispatch has returned: the received rows, and recv."""
         layout.recv = recv
         if self.capacity is None and not is_watched():
             layout._num_rows = rows.shape[0]
 
-    def _run_dispatch(self, call, num_rows, make, launch, kept_for=None):
+    def _run_dispatch(self, call: tuple[Tensor, int, int], num_rows: int, make: Callable[[int], Outputs],
+                      launch: Callable[[list[Any], list[Any], int], _C._Ran],
+                      kept_for: int | None = None) -> Outputs:
         """Run a dispatch.  Returns its outputs.
 
         call: the plan, the buffer and the number of tokens.  make(n): returns the outputs, a
@@ -760,7 +814,9 @@ class EPAll2AllLayer(CollectiveLayer):
         launch(*made, 0)
         return made
 
-    def _run_ahead(self, call, make, launch, kept_for):
+    def _run_ahead(self, call: tuple[Tensor, int, int], make: Callable[[int], Outputs],
+                   launch: Callable[[list[Any], list[Any], int], _C._Ran],
+                   kept_for: int | None) -> Outputs | None:
         """Prepare a dispatch before the number of rows is known.  Returns its outputs.
 
         Returns None, and launches nothing, if there are more rows than room, or no memory for the room, or if
@@ -791,7 +847,7 @@ class EPAll2AllLayer(CollectiveLayer):
         return made
 
     @reported_after_plan(_C.OP_COMBINE)
-    def _combine_checked(self, layout, input, weight):
+    def _combine_checked(self, layout: EPLayout, input: Tensor, weight: Tensor | None) -> Tensor:
         with_grad = requires_grad(input, weight)
         if with_grad or is_watched():
             return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer,
@@ -799,8 +855,10 @@ class EPAll2AllLayer(CollectiveLayer):
         return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer,
                              layout.num_tokens)[0]
 
-    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False,
-                 biases=(None, None), by_choice=False):
+    def _combine(self, rows: Tensor, row_weight: Tensor | None, row_scalar: Tensor | None, plan: Tensor,
+                 recv: Tensor | None, buffer: int, num_tokens: int, with_grad: bool = False,
+                 biases: tuple[Tensor | None, Tensor | None] = (None, None),
+                 by_choice: bool = False) -> tuple[Tensor, Tensor | None]:
         """biases, by_choice: see EP_ARGS_combine of csrc/protocol/ops.h."""
         out = self._empty(num_tokens, self.hidden)
         out_scalar = None

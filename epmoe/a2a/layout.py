@@ -1,8 +1,19 @@
 """EPLayout: the plan of one dispatch, and its parts as tensors."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
+from torch import Tensor
 
 from .. import _C
+
+if TYPE_CHECKING:
+    from .internode.plan import NodesLayout
+    from .layer import EPAll2AllLayer
+
+Layout: TypeAlias = "EPLayout | NodesLayout"  # of a layer on one node, or over several
 
 
 class EPLayout:
@@ -38,17 +49,18 @@ class EPLayout:
 
     __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_expert_rows", "_at")
 
-    def __init__(self, layer, plan, num_tokens, buffer, num_rows=None):
+    def __init__(self, layer: EPAll2AllLayer, plan: Tensor, num_tokens: int, buffer: int,
+                 num_rows: int | None = None) -> None:
         self.layer = layer
         self.plan = plan
-        self.recv = None
+        self.recv: Tensor | None = None
         self.num_tokens = num_tokens
         self.buffer = buffer
         self._num_rows = num_rows  # None: only the device knows
-        self._expert_rows = None  # of each local expert, with host_counts
-        self._at = None  # name of a part -> offset, once it is needed
+        self._expert_rows: list[int] | None = None  # of each local expert, with host_counts
+        self._at: dict[str, int] | None = None  # name of a part -> offset, once it is needed
 
-    def _offset(self, name):
+    def _offset(self, name: str) -> int:
         """Return where a part of the plan begins.
 
         counts and expert_row come before all parts whose offset depends on T, so the layer knows theirs: a
@@ -60,14 +72,14 @@ class EPLayout:
             self._at = _C.plan_layout(self.layer._config, self.num_tokens)
         return self._at[name]
 
-    def _part(self, name, *shape):
+    def _part(self, name: str, *shape: int) -> Tensor:
         n = 1
         for d in shape:
             n *= d
         return self.plan.narrow(0, self._offset(name), n).view(shape)
 
     @property
-    def num_rows(self):
+    def num_rows(self) -> int:
         """M, the number of rows that this rank receives.
 
         With a capacity this reads the device on each access, because a replayed CUDA graph writes a new plan
@@ -76,22 +88,22 @@ class EPLayout:
         return int(self.plan[_C.HEAD_NUM_ROWS]) if self._num_rows is None else self._num_rows
 
     @property
-    def counts(self):
+    def counts(self) -> Tensor:
         """[W, E] int32: the number of choices that rank w routes to expert e."""
         return self._part("counts", self.layer.world_size, self.layer.num_experts)
 
     @property
-    def expert_offsets(self):
+    def expert_offsets(self) -> Tensor:
         """[L + 1] int32: the first row of each local expert; the last element is M."""
         return self._part("expert_row", self.layer.num_local_experts + 1)
 
     @property
-    def tokens_per_expert(self):
+    def tokens_per_expert(self) -> Tensor:
         """[L] int32: the number of rows of each local expert, with padding rows."""
         return self.expert_offsets.diff()
 
     @property
-    def tokens_per_expert_list(self):
+    def tokens_per_expert_list(self) -> list[int]:
         """[L] ints on the host: the number of rows of each local expert, with padding rows.
 
         A layer with host_counts has read it together with num_rows.  Otherwise this reads the device on each
@@ -100,7 +112,7 @@ class EPLayout:
         return self.tokens_per_expert.tolist() if self._expert_rows is None else list(self._expert_rows)
 
     @property
-    def unpadded_tokens_per_expert(self):
+    def unpadded_tokens_per_expert(self) -> Tensor:
         """[L] int32: the number of rows of each local expert, without padding rows.
 
         They are the first ones of the expert.
@@ -110,17 +122,17 @@ class EPLayout:
         return of_local.sum(0, dtype=torch.int32)
 
     @property
-    def token_dst_scatter_idx(self):
+    def token_dst_scatter_idx(self) -> Tensor:
         """[T, K] int32: the row of each choice at its expert's rank; -1 for a dropped choice."""
         return self._part("token_row", self.num_tokens, self.layer.topk)
 
     @property
-    def token_sort_indices(self):
+    def token_sort_indices(self) -> Tensor:
         """[T * K] int32: t * K + k, sorted by expert, token, choice.  Dropped choices leave -1 at the end."""
         return self._part("sort", self.num_tokens * self.layer.topk)
 
     @property
-    def token_slots(self):
+    def token_slots(self) -> Tensor:
         """[T, W] int32: the position of token t among the tokens of this rank that rank w returns.
 
         -1 where the token does not go to rank w.
@@ -128,22 +140,22 @@ class EPLayout:
         return self._part("token_slot", self.num_tokens, self.layer.world_size)
 
     @property
-    def send_tokens(self):
+    def send_tokens(self) -> Tensor:
         """[W] int32: the number of distinct tokens that this rank sends to each rank, itself included."""
         return self.plan.narrow(0, _C.HEAD_NUM_SEND, self.layer.world_size)
 
     @property
-    def recv_tokens(self):
+    def recv_tokens(self) -> Tensor:
         """[W] int32: the number of distinct tokens that this rank receives from each rank."""
         return self.plan.narrow(0, _C.HEAD_NUM_RECV, self.layer.world_size)
 
     @property
-    def rows_per_rank(self):
+    def rows_per_rank(self) -> Tensor:
         """[W] int32: M of every rank."""
         return self.plan.narrow(0, _C.HEAD_RANK_ROWS, self.layer.world_size)
 
     @property
-    def recv_offsets(self):
+    def recv_offsets(self) -> Tensor:
         """[W, L, W] int32: element [r, l, w] is the first row, at rank r, that rank w sends to r's expert l.
 
         Computed from counts on each access.
@@ -157,7 +169,7 @@ class EPLayout:
         return (rows.cumsum(1, dtype=torch.int32) - rows)[:, :, None] + ends - per_source
 
     @property
-    def num_tiles(self):
+    def num_tiles(self) -> int:
         """The number of M tiles of the grouped GEMM.  A tile has at most 128 rows, all of one expert.
 
         Reads the device.
@@ -165,15 +177,15 @@ class EPLayout:
         return int(self.plan[_C.HEAD_NUM_TILES])
 
     @property
-    def tile_expert(self):
+    def tile_expert(self) -> Tensor:
         """[max tiles] int32: the local expert of each tile; valid up to num_tiles."""
         return self._part("tile_expert", self._offset("max_tiles"))
 
     @property
-    def tile_row(self):
+    def tile_row(self) -> Tensor:
         """[max tiles] int32: the first row of each tile; valid up to num_tiles."""
         return self._part("tile_row", self._offset("max_tiles"))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (f"epmoe.EPLayout(num_tokens={self.num_tokens}, num_rows={self._num_rows}, "
                 f"buffer={self.buffer})")

@@ -1,25 +1,34 @@
 """LowLatencyAll2All: dispatch and combine for decoding, where few tokens wait for each other."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import _C
 from ..comm.device import integer, pick_device, stream_of
+from ..comm.heap import SymmetricHeap
 from ..comm.world import World
-from ..torch_modes import allocator_of, check_mode, is_plain, mark_written
-from .base import DTYPES, CollectiveLayer, cast, max_blocks, refuse_layer, world_of
+from ..torch_modes import Allocate, allocator_of, check_mode, is_plain, mark_written
+from .base import DTYPES, CollectiveLayer, Group, cast, max_blocks, refuse_layer, world_of
 
-FP8 = {False: 0, True: 1, "pow2": 2, "ue8m0": 3}  # EpLlFp8
-LAYOUTS = {"masked": True, "compact": False}
+Fp8: TypeAlias = bool | Literal["pow2", "ue8m0"]
+SlabLayout: TypeAlias = Literal["masked", "compact"]
+_T = TypeVar("_T")
+
+FP8: dict[Fp8, int] = {False: 0, True: 1, "pow2": 2, "ue8m0": 3}  # EpLlFp8
+LAYOUTS: dict[SlabLayout, bool] = {"masked": True, "compact": False}
 GROUP = 128  # numbers that share a scale
 SEND, RECEIVE, BOTH = 1, 2, 3  # EpLlParts
 
 
-def strides_of(shape):
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     return tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
 
@@ -44,20 +53,25 @@ class LowLatencyHandle:
 
     __slots__ = ("_owner", "_key", "_outputs", "_written", "num_tokens", "layout", "buffer")
 
-    def __init__(self, owner, key, outputs):
+    num_tokens: int
+    buffer: int
+
+    def __init__(self, owner: LowLatencyAll2All, key: tuple[Fp8, SlabLayout],
+                 outputs: tuple[Any, ...]) -> None:
         self._owner = owner
         self._key = key  # (fp8, layout)
         self._outputs = outputs  # the module's arguments from the handle's words on
         # The tensors among them, which a dispatch writes.  The user has these, or views of them.
+        self._written: tuple[Tensor, ...]
         self._written = outputs[:4] if outputs[2] is not None else (outputs[0], outputs[1], outputs[3])
         self.layout = key[1]
 
-    def _drop_rows(self):
+    def _drop_rows(self) -> None:
         """Keep only what combine reads, so that the owner of the rows can free them.  Not for out= again."""
         self._outputs, self._written = self._outputs[:1], ()
 
     @property
-    def expert_offsets(self):
+    def expert_offsets(self) -> Tensor:
         """[L + 1] int32 on the device: the first row of each local expert, for epmoe.grouped_gemm.
 
         Only of the layout "compact".
@@ -77,10 +91,15 @@ class LowLatencyHandle:
         if self.layout != "compact":
             raise ValueError("expert_offsets are of the layout compact, but this handle is masked: use "
                              "recv_counts")
-        return self._outputs[0].narrow(0, self._owner._offsets_at, self._owner.num_local_experts + 1)
+        words: Tensor = self._outputs[0]
+        return words.narrow(0, self._owner._offsets_at, self._owner.num_local_experts + 1)
 
 
-class PendingCall:
+# What a dispatch returns: the rows, their scales or None, the rows of each expert, and the handle.
+Dispatched: TypeAlias = tuple[Tensor, Tensor | None, Tensor, LowLatencyHandle]
+
+
+class PendingCall(Generic[_T]):
     """A dispatch or combine whose rows have been sent.  dispatch_send and combine_send return it.
 
     Until recv, do not change the tensors that were passed: this rank's own rows are read from them by recv.
@@ -98,12 +117,13 @@ class PendingCall:
         [1, 2]
     """
 
-    def __init__(self, owner, buffer, call, arguments, result, written):
+    def __init__(self, owner: LowLatencyAll2All, buffer: int, call: Callable[..., _C._Ran],
+                 arguments: tuple[Any, ...], result: _T, written: Iterable[Tensor]) -> None:
         self._owner, self._buffer = owner, buffer
         self._call, self._arguments, self._result = call, arguments, result
         self._written = written  # tensors that the user had before the call
 
-    def recv(self):
+    def recv(self) -> _T:
         """Receive, in stream order.  Collective.
 
         Returns:
@@ -137,10 +157,13 @@ class _UnderWay:
 
     __slots__ = ("pending", "call", "arguments")
 
-    def __init__(self, pending):
+    def __init__(self, pending: PendingCall[Any]) -> None:
         self.pending = weakref.ref(pending)
         self.call, self.arguments = pending._call, pending._arguments
 
+
+# Allocates the rows, the memory of the rows, the memory of the scales, and the scales as rows are indexed.
+_Make: TypeAlias = Callable[[Allocate], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
 
 __all__ = ["LowLatencyAll2All", "LowLatencyHandle", "PendingCall"]
 
@@ -216,16 +239,21 @@ class LowLatencyAll2All(CollectiveLayer):
         that shows their arrival are from NCCL's LL protocol.
     """
 
-    def __init__(self, ep_group, max_tokens, hidden, topk, num_experts, *, dtype=torch.bfloat16, device=None,
-                 num_buffers=1, num_sm=None, reserve_sms=0, heap=None, timeout_s=None):
-        self.world = world_of(ep_group, heap, timeout_s)
-        self.rank = self.world.rank
-        self.world_size = self.world.size
+    world: World
+
+    def __init__(self, ep_group: Group, max_tokens: int, hidden: int, topk: int, num_experts: int, *,
+                 dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
+                 num_buffers: int = 1, num_sm: int | None = None, reserve_sms: int = 0,
+                 heap: SymmetricHeap | None = None, timeout_s: float | None = None) -> None:
+        world = world_of(ep_group, heap, timeout_s)
         try:
-            if not isinstance(self.world, World):
+            if not isinstance(world, World):
                 raise ValueError("LowLatencyAll2All is for the ranks of one node, but these are of several: "
                                  "pass the process group of one node; an EPMoE over several nodes has no "
                                  "low-latency path")
+            self.world = world
+            self.rank = world.rank
+            self.world_size = world.size
             self._check_heap(heap, device)
             if dtype not in DTYPES:
                 raise TypeError(f"dtype {dtype}: must be float32, float16 or bfloat16")
@@ -247,19 +275,22 @@ class LowLatencyAll2All(CollectiveLayer):
             self._config = self._make_config(_C.LOW_LATENCY, reserve_sms)
             num_bytes = _C.layer_bytes(self._config)
             if timeout_s is not None:
-                self.world.set_timeout(timeout_s)
+                world.set_timeout(timeout_s)
         except Exception as error:
-            refuse_layer(self.world, heap, error)
+            refuse_layer(world, heap, error)
             raise
-        self._create(heap, num_bytes)
+        self._create(world, heap, num_bytes)
         self._handle_words, self._offsets_at = _C.ll_handle_words(self._config)
-        self._pending = [None] * self._num_buffers
+        self._pending: list[_UnderWay | None] = [None] * self._num_buffers
         self._allocator = allocator_of(self.device)
+        self._shapes: dict[SlabLayout, tuple[int, ...]]
         self._shapes = {"masked": (self.num_local_experts, self._most_tokens, self.hidden),
                         "compact": (self.capacity, self.hidden)}
-        self._outputs = {}  # (fp8, layout) -> a function that makes the outputs
+        self._outputs: dict[tuple[Fp8, SlabLayout], _Make] = {}
 
-    def dispatch(self, x, topk_idx, topk_weights=None, *, fp8=False, layout="masked", buffer=0, out=None):
+    def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *,
+                 fp8: Fp8 = False, layout: SlabLayout = "masked", buffer: int = 0,
+                 out: Dispatched | None = None) -> Dispatched:
         """Send tokens to the ranks of their experts.  Collective.
 
         A token crosses the link once for each rank, and has one row at each expert.
@@ -316,8 +347,9 @@ class LowLatencyAll2All(CollectiveLayer):
         _C.layer_ll_dispatch(self._c, buffer, (*arguments, BOTH))
         return result
 
-    def dispatch_send(self, x, topk_idx, topk_weights=None, *, fp8=False, layout="masked", buffer=0,
-                      out=None):
+    def dispatch_send(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *,
+                      fp8: Fp8 = False, layout: SlabLayout = "masked", buffer: int = 0,
+                      out: Dispatched | None = None) -> PendingCall[Dispatched]:
         """Send as dispatch does, and return before anything is received.  Collective.
 
         Work between this call and recv runs while the rows are on their way.  A buffer has one call under
@@ -352,7 +384,8 @@ class LowLatencyAll2All(CollectiveLayer):
         written = () if out is None else result[3]._written
         return self._set_pending(buffer, _C.layer_ll_dispatch, arguments, result, written)
 
-    def combine(self, y, handle, *, fp8=False, out=None):
+    def combine(self, y: Tensor, handle: LowLatencyHandle, *, fp8: bool = False,
+                out: Tensor | None = None) -> Tensor:
         """Return the experts' rows to the ranks of their tokens, and add them up there.  Collective.
 
         The sums are those of EPAll2AllLayer with enable_local_combine, bit for bit:
@@ -401,7 +434,8 @@ class LowLatencyAll2All(CollectiveLayer):
         _C.layer_ll_combine(self._c, handle.buffer, (*arguments, BOTH))
         return out
 
-    def combine_send(self, y, handle, *, fp8=False, out=None):
+    def combine_send(self, y: Tensor, handle: LowLatencyHandle, *, fp8: bool = False,
+                     out: Tensor | None = None) -> PendingCall[Tensor]:
         """Send as combine does, and return before anything is received.  Collective.
 
         Args:
@@ -430,7 +464,7 @@ class LowLatencyAll2All(CollectiveLayer):
         written = () if out is None else (out,)
         return self._set_pending(handle.buffer, _C.layer_ll_combine, arguments, result, written)
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Wait on the host for the current stream, and raise what went wrong in it.  Not collective.
 
         Raises:
@@ -444,7 +478,7 @@ class LowLatencyAll2All(CollectiveLayer):
         """
         _C.layer_sync(self._c, stream_of(self.device))
 
-    def finalize(self):
+    def finalize(self) -> None:
         """Give the memory back.  Collective; a second call does nothing.
 
         Raises:
@@ -462,7 +496,7 @@ class LowLatencyAll2All(CollectiveLayer):
 
     # ---- checks, and the arguments of the module ----
 
-    def _check_idle(self, op, buffer):
+    def _check_idle(self, op: int, buffer: Any) -> None:
         if type(buffer) is not int or not 0 <= buffer < self._num_buffers:
             self._check_buffer(op, buffer)
         under_way = self._pending[buffer]
@@ -476,12 +510,14 @@ class LowLatencyAll2All(CollectiveLayer):
                                f"returned, or use another buffer")
 
     @staticmethod
-    def _check_gradients(*tensors):
+    def _check_gradients(*tensors: Any) -> None:
         if any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
             raise RuntimeError("LowLatencyAll2All has no gradients: call it under torch.no_grad(), or use "
                                "EPAll2AllLayer")
 
-    def _prepare_dispatch(self, x, topk_idx, topk_weights, fp8, layout, buffer, out):
+    def _prepare_dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: Fp8,
+                          layout: SlabLayout, buffer: int,
+                          out: Dispatched | None) -> tuple[tuple[Any, ...], Dispatched]:
         """Return the arguments of the module without the last, and the result."""
         self._check_idle(_C.OP_LL_DISPATCH, buffer)
         try:
@@ -504,7 +540,7 @@ class LowLatencyAll2All(CollectiveLayer):
             self._refuse(_C.OP_LL_DISPATCH, error, buffer)
         return (x, topk_idx, topk_weights, *handle._outputs), out
 
-    def _make_result(self, fp8, layout):
+    def _make_result(self, fp8: Fp8, layout: SlabLayout) -> Dispatched:
         """Return the result of a dispatch that is to be run."""
         make = self._outputs.get((fp8, layout)) or self._add_outputs(fp8, layout)
         allocate = self._allocator()
@@ -514,7 +550,7 @@ class LowLatencyAll2All(CollectiveLayer):
         handle = LowLatencyHandle(self, (fp8, layout), (words, raw, lines, counts, LAYOUTS[layout], FP8[fp8]))
         return rows, scales, counts, handle
 
-    def _check_result(self, out, fp8, layout):
+    def _check_result(self, out: Any, fp8: Fp8, layout: SlabLayout) -> LowLatencyHandle:
         """Return the handle of out, which must be the result of an earlier dispatch of this kind."""
         if type(out) is not tuple or len(out) != 4:
             raise TypeError(f"out: wanted the tuple that a dispatch returned, got {type(out).__name__}")
@@ -530,7 +566,7 @@ class LowLatencyAll2All(CollectiveLayer):
                              f"{handle.layout!r}, but this one has fp8={fp8!r} and layout={layout!r}")
         return handle
 
-    def _add_outputs(self, fp8, layout):
+    def _add_outputs(self, fp8: Fp8, layout: SlabLayout) -> _Make:
         """Return a function that allocates the outputs, with the function that it is given.
 
         It returns the rows, the memory of the rows, the memory of the scales, and the scales as rows are
@@ -549,25 +585,26 @@ class LowLatencyAll2All(CollectiveLayer):
         dtype = torch.float8_e4m3fn if fp8 else self.dtype
         scales_dtype = torch.int32 if fp8 == "ue8m0" else torch.float32
 
-        def make_plain(allocate):
+        def make_plain(allocate: Allocate) -> tuple[Tensor, Tensor, None, None]:
             rows = allocate(shape, strides, dtype)
             return rows, rows, None, None
 
-        def make_fp8(allocate):
+        def make_fp8(allocate: Allocate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             rows, lines = allocate(shape, strides, dtype), allocate(lines_shape, lines_strides, scales_dtype)
             return rows, rows.view(torch.uint8), lines, lines[..., :shape[-2]].transpose(-1, -2)
 
         self._outputs[fp8, layout] = make_fp8 if fp8 else make_plain
         return self._outputs[fp8, layout]
 
-    def _check_handle(self, handle):
+    def _check_handle(self, handle: Any) -> None:
         if not isinstance(handle, LowLatencyHandle):
             raise TypeError(f"handle: wanted a LowLatencyHandle, got {type(handle).__name__}")
         if handle._owner is not self:
             raise ValueError("the handle belongs to another LowLatencyAll2All: pass one that this one's "
                              "dispatch returned")
 
-    def _prepare_combine(self, y, handle, fp8, out):
+    def _prepare_combine(self, y: Tensor, handle: LowLatencyHandle, fp8: bool,
+                         out: Tensor | None) -> tuple[tuple[Any, ...], Tensor]:
         buffer = getattr(handle, "buffer", 0)
         self._check_idle(_C.OP_LL_COMBINE, buffer)
         try:
@@ -590,7 +627,8 @@ class LowLatencyAll2All(CollectiveLayer):
             self._refuse(_C.OP_LL_COMBINE, error, buffer)
         return (y, handle._outputs[0], out, LAYOUTS[handle.layout], fp8), out
 
-    def _set_pending(self, buffer, call, arguments, result, written):
+    def _set_pending(self, buffer: int, call: Callable[..., _C._Ran], arguments: tuple[Any, ...], result: _T,
+                     written: Iterable[Tensor]) -> PendingCall[_T]:
         pending = PendingCall(self, buffer, call, arguments, result, written)
         self._pending[buffer] = _UnderWay(pending)
         return pending

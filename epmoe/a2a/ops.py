@@ -5,10 +5,15 @@ backward of combine copies what combine added up.  An operator names its layer b
 that is absent is a tensor without dimensions.  `after` orders operators and is not read: see inductor.py.
 """
 
+from __future__ import annotations
+
 import contextlib
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._library.fake_impl import allocate_size
 
 from .. import _C
@@ -17,7 +22,13 @@ from ..gemm.grouped import DGRAD, GATED, aligned
 from ..gemm.weight_gradients import gradient_of, sink_of
 from ..torch_modes import check_mode, implement
 
-layers = weakref.WeakValueDictionary()  # id -> layer
+if TYPE_CHECKING:
+    from .fused import EpAll2AllFusedOp
+    from .layer import EPAll2AllLayer
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+layers: weakref.WeakValueDictionary[str, EPAll2AllLayer] = weakref.WeakValueDictionary()  # id -> layer
 lib = torch.library.Library("epmoe", "DEF")
 lib.define("plan(Tensor indices, Tensor? scatter, str layer, int buffer, Tensor? after=None) -> Tensor")
 lib.define("dispatch(Tensor x, Tensor? weight, Tensor plan, str layer, int buffer, SymInt num_rows, "
@@ -27,16 +38,17 @@ lib.define("combine(Tensor rows, Tensor? row_weight, Tensor? row_scalar, Tensor 
            "Tensor)")
 
 
-def layer_of(idx):
-    layer = layers.get(idx)
+def layer_of(layer_id: str) -> Any:
+    """Return the layer: an EPAll2AllLayer, or an EpAll2AllFusedOp where an operator is of one."""
+    layer = layers.get(layer_id)
     if layer is None:
-        raise RuntimeError(f"this process has no epmoe layer {idx}: keep a reference to the layer while "
+        raise RuntimeError(f"this process has no epmoe layer {layer_id}: keep a reference to the layer while "
                            f"compiled code or a backward uses it; a program that was made in another process "
                            f"names a layer of that process, and cannot be used here")
     return layer
 
 
-def absent(like):
+def absent(like: Tensor) -> Tensor:
     """Return the result that means "no tensor": an operator's results must all be tensors."""
     return like.new_empty((), dtype=torch.float32)
 
@@ -44,21 +56,25 @@ def absent(like):
 # ---- implementations ----
 
 
-def _plan(indices, scatter, layer, buffer, after=None):
-    return layer_of(layer)._plan(indices, scatter, buffer)
+def _plan(indices: Tensor, scatter: Tensor | None, layer_id: str, buffer: int,
+          after: Tensor | None = None) -> Tensor:
+    layer: EPAll2AllLayer = layer_of(layer_id)
+    return layer._plan(indices, scatter, buffer)
 
 
-def _dispatch(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None):
-    layer = layer_of(layer)
+def _dispatch(x: Tensor, weight: Tensor | None, plan: Tensor, layer_id: str, buffer: int, num_rows: int,
+              requires_grad: bool = False, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    layer: EPAll2AllLayer = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH, buffer, plan, num_rows < 0):
         rows, row_weight, recv = layer._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows,
                                                  requires_grad)
     return rows, absent(x) if row_weight is None else row_weight, recv
 
 
-def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False,
-             after=None):
-    layer = layer_of(layer)
+def _combine(rows: Tensor, row_weight: Tensor | None, row_scalar: Tensor | None, plan: Tensor, recv: Tensor,
+             layer_id: str, buffer: int, num_tokens: int, requires_grad: bool = False,
+             after: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    layer: EPAll2AllLayer = layer_of(layer_id)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         none = absent(rows) if row_scalar is None else None  # before the operation: after it no rank waits
         out, out_scalar = layer._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan, recv,
@@ -66,14 +82,15 @@ def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens
     return out, none if out_scalar is None else out_scalar
 
 
-for _name, _f in (("plan", _plan), ("dispatch", _dispatch), ("combine", _combine)):
-    implement(lib, _name, _f)
+implement(lib, "plan", _plan)
+implement(lib, "dispatch", _dispatch)
+implement(lib, "combine", _combine)
 
 
 # ---- fake implementations, for tracers ----
 
 
-def register_fake(name):
+def register_fake(name: str) -> Callable[[_F], _F]:
     """Return a decorator that registers the fake implementation of an operator.
 
     Every rank enters every operation, also one whose result it does not need, and all in the same order.  So
@@ -81,19 +98,21 @@ def register_fake(name):
     """
     torch.fx.node.has_side_effect(getattr(torch.ops.epmoe, name).default)
 
-    def register(fn):
+    def register(fn: _F) -> _F:
         @torch.library.register_fake(f"epmoe::{name}", lib=lib)
-        def fake(*args, **kwargs):
+        def fake(*args: Any, **kwargs: Any) -> Any:
             check_not_exported()
             from .inductor import keep_order  # slow to import; a compiler has imported most of it
 
             keep_order()
             return fn(*args, **kwargs)
 
+        return fn
+
     return register
 
 
-def check_not_exported():
+def check_not_exported() -> None:
     """Raise RuntimeError inside of torch.export.
 
     An operator names a layer by its number in this process.  An exported program may be loaded in another
@@ -105,7 +124,7 @@ def check_not_exported():
                            "around it, or use torch.compile")
 
 
-def rows_to_trace(layer, num_rows):
+def rows_to_trace(layer: EPAll2AllLayer, num_rows: Any) -> Any:
     """Return num_rows, or a new dynamic size for -1: the number is known only when the operator runs.
 
     By default torch.compile breaks the graph at an operator of dynamic size, because code that uses the size
@@ -122,13 +141,16 @@ def rows_to_trace(layer, num_rows):
 
 
 @register_fake("plan")
-def _(indices, scatter, layer, buffer, after=None):
-    return indices.new_empty(layer_of(layer)._plan_words(indices.shape[0]), dtype=torch.int32)
+def _(indices: Tensor, scatter: Tensor | None, layer_id: str, buffer: int,
+      after: Tensor | None = None) -> Tensor:
+    layer: EPAll2AllLayer = layer_of(layer_id)
+    return indices.new_empty(layer._plan_words(indices.shape[0]), dtype=torch.int32)
 
 
 @register_fake("dispatch")
-def _(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None):
-    layer = layer_of(layer)
+def _(x: Tensor, weight: Tensor | None, plan: Tensor, layer_id: str, buffer: int, num_rows: Any,
+      requires_grad: bool = False, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    layer: EPAll2AllLayer = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     return x.new_empty(num_rows, layer.hidden,
@@ -136,8 +158,10 @@ def _(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None)
 
 
 @register_fake("combine")
-def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False, after=None):
-    layer = layer_of(layer)
+def _(rows: Tensor, row_weight: Tensor | None, row_scalar: Tensor | None, plan: Tensor, recv: Tensor,
+      layer_id: str, buffer: int, num_tokens: int, requires_grad: bool = False,
+      after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    layer: EPAll2AllLayer = layer_of(layer_id)
     if row_scalar is None:
         out_scalar = absent(rows)
     else:
@@ -148,7 +172,7 @@ def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requi
 # ---- backward ----
 
 
-def saved_tensors(ctx, layer, op, grad):
+def saved_tensors(ctx: Any, layer: EPAll2AllLayer, op: int, grad: Any) -> tuple[Tensor, ...]:
     """Return what a backward has saved.
 
     torch raises an error where a saved parameter was changed in place, and in a second backward without
@@ -161,20 +185,21 @@ def saved_tensors(ctx, layer, op, grad):
         is_traced = grad is not None and type(grad) is not torch.Tensor  # then no rank waits
         # Under checkpointing this runs the forward again.  An error of that has frames of its own, and where
         # epmoe has raised it, the other ranks know it already.
-        is_of_forward = error.__traceback__.tb_next is not None
+        is_of_forward = getattr(error.__traceback__, "tb_next", None) is not None
         if is_traced or is_of_forward:
             raise
         layer._refuse(op, error, ctx.buffer)
 
 
-def _save_dispatch(ctx, inputs, output):
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, plan, ctx.layer, ctx.buffer, *_ = inputs
     ctx.num_tokens = x.shape[0]
     ctx.has_weight = weight is not None
     ctx.save_for_backward(plan, output[2])
 
 
-def _dispatch_backward(ctx, d_rows, d_row_weight, _):
+def _dispatch_backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor,
+                       _: Any) -> tuple[Tensor | None, ...]:
     plan, recv = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_COMBINE, d_rows)
     with reporting(layer_of(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
         check_mode(d_rows, d_row_weight, may_batch=True)
@@ -185,7 +210,7 @@ def _dispatch_backward(ctx, d_rows, d_row_weight, _):
     return dx, d_weight if ctx.has_weight else None, *[None] * 6
 
 
-def _save_combine(ctx, inputs, output):
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows, row_weight, row_scalar, plan, _, ctx.layer, ctx.buffer, *_ = inputs
     ctx.has_weight = row_weight is not None
     ctx.has_scalar = row_scalar is not None
@@ -193,28 +218,29 @@ def _save_combine(ctx, inputs, output):
     ctx.save_for_backward(plan, *((rows, row_weight) if ctx.has_weight else ()))
 
 
-def row_dots(g, rows):
+def row_dots(g: Tensor, rows: Tensor) -> Tensor:
     """Return the dot product of each row of g and rows: [M] float32, also under autocast."""
     with torch.autocast(g.device.type, enabled=False):
         return torch.linalg.vecdot(g.float(), rows.float())
 
 
-def _combine_backward(ctx, d_out, d_scalar):
+def _combine_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
     # Read once: under checkpointing a second read is an error.
     plan, *weighted = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_DISPATCH, d_out)
     d_weight = None
     with reporting(layer_of(ctx.layer), _C.OP_DISPATCH, ctx.buffer, plan):
         check_mode(d_out, d_scalar, *weighted, may_batch=True)
         d_out = d_out.contiguous()
-        d_scalar = d_scalar.contiguous() if ctx.has_scalar else None
-        g, d_row_scalar, _ = torch.ops.epmoe.dispatch(d_out, d_scalar, plan, ctx.layer, ctx.buffer,
+        scalar = d_scalar.contiguous() if ctx.has_scalar else None
+        g, d_row_scalar, _ = torch.ops.epmoe.dispatch(d_out, scalar, plan, ctx.layer, ctx.buffer,
                                                       ctx.num_rows)
     if ctx.has_weight:
-        g, d_weight = _weigh(g, *weighted, ctx.needs_input_grad[1])
+        rows, row_weight = weighted
+        g, d_weight = _weigh(g, rows, row_weight, ctx.needs_input_grad[1])
     return g, d_weight, d_row_scalar if ctx.has_scalar else None, *[None] * 7
 
 
-def _weigh(g, rows, row_weight, needs_weight):
+def _weigh(g: Tensor, rows: Tensor, row_weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of rows and of their weights.  Nobody knows whether an operation follows."""
     d_weight = row_dots(g, rows) if needs_weight else None
     return (g * row_weight[:, None]).to(g.dtype), d_weight
@@ -234,24 +260,26 @@ lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor? row
            "Tensor? after=None) -> (Tensor, Tensor)")
 
 
-def expert_offsets(layer, plan):
+def expert_offsets(layer: EPAll2AllLayer, plan: Tensor) -> Tensor:
     """Return [L + 1] int32: where the rows of each local expert begin."""
     return plan.narrow(0, layer._plan_front["expert_row"], layer.num_local_experts + 1)
 
 
-def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0,
-                       limit=0.0, *flags):
-    requires_grad = bool(flags) and flags[0]  # flags: requires_grad, after
-    layer = layer_of(layer)
+def _run_dispatch_gemm(x: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
+                       bias: Tensor | None, layer_id: str, buffer: int, num_rows: int, activation: int,
+                       alpha: float = 0.0, limit: float = 0.0, requires_grad: bool = False,
+                       after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layer: EpAll2AllFusedOp = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH_GEMM, buffer, plan, num_rows < 0):
         out, rows, row_weight, recv = layer._dispatch_gemm(
             x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit, requires_grad)
     return out, rows, absent(x) if row_weight is None else row_weight, recv
 
 
-def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens,
-                      requires_grad=False, after=None):
-    layer = layer_of(layer)
+def _run_gemm_combine(a: Tensor, gemm_weight: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+                      plan: Tensor, recv: Tensor, layer_id: str, buffer: int, num_tokens: int,
+                      requires_grad: bool = False, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    layer: EpAll2AllFusedOp = layer_of(layer_id)
     with reporting(layer, _C.OP_GEMM_COMBINE, buffer, plan):
         return layer._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
                                    requires_grad)
@@ -262,8 +290,10 @@ implement(lib, "gemm_combine", _run_gemm_combine)
 
 
 @register_fake("dispatch_gemm")
-def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, *_, **__):
-    layer = layer_of(layer)
+def _(x: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor, bias: Tensor | None, layer_id: str,
+      buffer: int, num_rows: Any, activation: int, *_: Any,
+      **__: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layer: EpAll2AllFusedOp = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
@@ -273,13 +303,14 @@ def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, *
 
 
 @register_fake("gemm_combine")
-def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens, requires_grad=False,
-      after=None):
-    like = a.new_empty(0, dtype=layer_of(layer).dtype)
+def _(a: Tensor, gemm_weight: Tensor, bias: Tensor | None, row_weight: Tensor | None, plan: Tensor,
+      recv: Tensor, layer_id: str, buffer: int, num_tokens: int, requires_grad: bool = False,
+      after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    like = a.new_empty(0, dtype=layer_of(layer_id).dtype)
     return like.new_empty(num_tokens, gemm_weight.shape[1]), like.new_empty(a.shape[0], gemm_weight.shape[1])
 
 
-def _save_dispatch_gemm(ctx, inputs, output):
+def _save_dispatch_gemm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, *_ = inputs
     ctx.num_tokens = x.shape[0]
     ctx.has_weight = weight is not None
@@ -287,9 +318,10 @@ def _save_dispatch_gemm(ctx, inputs, output):
     ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
 
 
-def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
+def _dispatch_gemm_backward(ctx: Any, d_out: Tensor, d_rows: Tensor, d_row_weight: Tensor,
+                            _: Any) -> tuple[Tensor | None, ...]:
     plan, gemm_weight, rows, recv = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_COMBINE, d_out)
-    layer = layer_of(ctx.layer)
+    layer: EpAll2AllFusedOp = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan):
         if ctx.activation:
@@ -309,7 +341,7 @@ def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
     return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 9
 
 
-def _save_gemm_combine(ctx, inputs, output):
+def _save_gemm_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, *_ = inputs
     ctx.has_weight = row_weight is not None
     ctx.num_rows = a.shape[0]
@@ -317,9 +349,9 @@ def _save_gemm_combine(ctx, inputs, output):
     ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
 
 
-def _gemm_combine_backward(ctx, d_out, _):
+def _gemm_combine_backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     plan, a, gemm_weight, *weighted = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_DISPATCH, d_out)
-    layer = layer_of(ctx.layer)
+    layer: EpAll2AllFusedOp = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     d_weight = None
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
@@ -346,8 +378,7 @@ def _gemm_combine_backward(ctx, d_out, _):
 torch.library.register_autograd("epmoe::dispatch_gemm", _dispatch_gemm_backward,
                                 setup_context=_save_dispatch_gemm, lib=lib)
 torch.library.register_autograd("epmoe::gemm_combine", _gemm_combine_backward,
-                                setup_context=_save_gemm_combine,
-                                lib=lib)
+                                setup_context=_save_gemm_combine, lib=lib)
 
 
 # ---- FP8: no gradients ----
@@ -356,8 +387,10 @@ lib.define("dispatch_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tensor plan, 
                "SymInt num_rows, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
-def _run_dispatch_fp8(x, x_scale, weight, plan, layer, buffer, num_rows, after=None):
-    layer = layer_of(layer)
+def _run_dispatch_fp8(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor, layer_id: str,
+                      buffer: int, num_rows: int,
+                      after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layer: EPAll2AllLayer = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH_FP8, buffer, plan, num_rows < 0):
         rows, scales, row_weight, recv = layer._dispatch_fp8(aligned(x), x_scale, aligned(weight), plan,
                                                              buffer, num_rows)
@@ -368,8 +401,9 @@ implement(lib, "dispatch_fp8", _run_dispatch_fp8)
 
 
 @register_fake("dispatch_fp8")
-def _(x, x_scale, weight, plan, layer, buffer, num_rows, after=None):
-    layer = layer_of(layer)
+def _(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor, layer_id: str, buffer: int,
+      num_rows: Any, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layer: EPAll2AllLayer = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x_scale) if weight is None else x_scale.new_empty(num_rows)
     return (x.new_empty(num_rows, layer.hidden), x_scale.new_empty(num_rows, x_scale.shape[1]), row_weight,
@@ -385,20 +419,26 @@ lib.define("gemm_combine_fp8(Tensor a, Tensor a_scale, Tensor gemm_weight, Tenso
                "SymInt num_tokens, Tensor? after=None) -> Tensor")
 
 
-def _run_dispatch_gemm_fp8(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer, num_rows,
-                           *activation):
+def _run_dispatch_gemm_fp8(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor,
+                           gemm_weight: Tensor, gemm_scale: Tensor, bias: Tensor | None, layer_id: str,
+                           buffer: int, num_rows: int, activation: int, alpha: float = 0.0,
+                           limit: float = 0.0,
+                           after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     weights = gemm_weight, gemm_scale, bias
-    layer = layer_of(layer)
+    layer: EpAll2AllFusedOp = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH_GEMM_FP8, buffer, plan, num_rows < 0):
         out, row_weight, recv = layer._dispatch_gemm_fp8(
-            aligned(x), x_scale, aligned(weight), plan, weights, buffer, num_rows, activation[:3])
+            aligned(x), x_scale, aligned(weight), plan, weights, buffer, num_rows,
+            (activation, alpha, limit))
     return out, absent(x_scale) if row_weight is None else row_weight, recv
 
 
-def _run_gemm_combine_fp8(a, a_scale, gemm_weight, gemm_scale, bias, row_weight, plan, recv, layer, buffer,
-                      num_tokens, after=None):
+def _run_gemm_combine_fp8(a: Tensor, a_scale: Tensor, gemm_weight: Tensor, gemm_scale: Tensor,
+                          bias: Tensor | None, row_weight: Tensor | None, plan: Tensor, recv: Tensor,
+                          layer_id: str, buffer: int, num_tokens: int,
+                          after: Tensor | None = None) -> Tensor:
     weights = gemm_weight, gemm_scale, bias
-    layer = layer_of(layer)
+    layer: EpAll2AllFusedOp = layer_of(layer_id)
     with reporting(layer, _C.OP_GEMM_COMBINE_FP8, buffer, plan):
         return layer._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens)
 
@@ -408,8 +448,10 @@ implement(lib, "gemm_combine_fp8", _run_gemm_combine_fp8)
 
 
 @register_fake("dispatch_gemm_fp8")
-def _(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer, num_rows, *activation, **__):
-    layer, activation = layer_of(layer), activation[0]
+def _(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
+      gemm_scale: Tensor, bias: Tensor | None, layer_id: str, buffer: int, num_rows: Any, activation: int,
+      *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    layer: EpAll2AllFusedOp = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x_scale) if weight is None else x_scale.new_empty(num_rows)
     columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
@@ -418,23 +460,26 @@ def _(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer, nu
 
 
 @register_fake("gemm_combine_fp8")
-def _(a, a_scale, gemm_weight, gemm_scale, bias, row_weight, plan, recv, layer, buffer, num_tokens,
-      after=None):
-    return a_scale.new_empty(num_tokens, gemm_weight.shape[1], dtype=layer_of(layer).dtype)
+def _(a: Tensor, a_scale: Tensor, gemm_weight: Tensor, gemm_scale: Tensor, bias: Tensor | None,
+      row_weight: Tensor | None, plan: Tensor, recv: Tensor, layer_id: str, buffer: int, num_tokens: int,
+      after: Tensor | None = None) -> Tensor:
+    return a_scale.new_empty(num_tokens, gemm_weight.shape[1], dtype=layer_of(layer_id).dtype)
 
 
 # ---- for layer.py ----
 
 
-def plan(layer, indices, scatter, buffer):
+def plan(layer: EPAll2AllLayer, indices: Tensor, scatter: Tensor | None, buffer: int) -> Tensor:
     return torch.ops.epmoe.plan(indices, scatter, layer.id, buffer)
 
 
-def dispatch(layer, x, weight, plan, buffer, num_rows, with_grad):
+def dispatch(layer: EPAll2AllLayer, x: Tensor, weight: Tensor | None, plan: Tensor, buffer: int,
+             num_rows: int, with_grad: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     rows, row_weight, recv = torch.ops.epmoe.dispatch(x, weight, plan, layer.id, buffer, num_rows, with_grad)
     return rows, None if weight is None else row_weight, recv
 
 
-def combine(layer, rows, row_weight, plan, recv, buffer, num_tokens, with_grad):
+def combine(layer: EPAll2AllLayer, rows: Tensor, row_weight: Tensor | None, plan: Tensor,
+            recv: Tensor | None, buffer: int, num_tokens: int, with_grad: bool) -> Tensor:
     return torch.ops.epmoe.combine(rows, row_weight, None, plan, recv, layer.id, buffer, num_tokens,
                                    with_grad)[0]

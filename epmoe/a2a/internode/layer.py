@@ -1,10 +1,15 @@
 """EPAll2AllLayer over several nodes: rows cross the rail between nodes, a layer of the node does the rest."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ... import _C
@@ -14,27 +19,40 @@ from ...comm.refusals import is_told, mark_told
 from ...comm.validation import BARRIER, COMBINE, DISPATCH, FAILED, FINALIZE, OP_OF, PLAN, SECOND, Header
 from ...errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
 from ...torch_modes import check_mode, requires_grad
-from ..base import cast
+from ...gemm.activations import Activation
+from ..base import Group, cast
 from ..fused import EpAll2AllFusedOp, check_no_gradients
 from ..layer import EPAll2AllLayer, check_rail_capacity
-from . import fixed, ops, pipeline, plan, rows
-from .fixed import is_capturing
+from ..layout import Layout
+from . import ops, pipeline, plan, rows
+from .fixed import FixedPlans, is_capturing
 from .plan import NodesLayout
+
+if TYPE_CHECKING:
+    from ...moe.module import EPMoE
 
 _DESCRIPTION_BYTES = 480
 _POSITIONAL = ("dtype", "weight_dtype", "num_sm", "enable_local_combine")
 _OWN = {"device", "heap", "timeout_s", "num_sm", "reserve_sms", "host_counts"}  # may differ between ranks
 
 
-class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
+class InternodeLayer(EPAll2AllLayer):
     """EPAll2AllLayer over several nodes: a layer that has a layer.
 
     `team_layer` is a layer of the ranks of this node, for the experts of this node and for the tokens of each
-    rank and of the ranks of its rail.  A call meets all ranks (validation.py), moves rows over the rail
-    (rows.py), and calls the team layer.
+    rank and of the ranks of its rail.  All ranks validate a call (validation.py).  Then it moves rows over
+    the rail (rows.py), and calls the team layer.
     """
 
-    _kind_of_team = EPAll2AllLayer
+    world: Nodes
+    nodes: Nodes
+    num_nodes: int
+    node: int
+    team_layer: EPAll2AllLayer
+    leaves_sms: bool  # whether NCCL's kernels may run beside those of the node
+    _kind_of_team: type[EPAll2AllLayer] = EPAll2AllLayer
+    _fixed: FixedPlans | None = None  # with rail_capacity
+    _most: int  # tokens of a rank
     may_decode = False
     _is_closed = False
     _num_plans = 0  # that all ranks have made together
@@ -42,8 +60,9 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
     low_latency = None
     _owns_heap = False
 
-    def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
-                 local_world_size=None, world_size=None, *args, **options):
+    def __init__(self, ep_group: Any, max_tokens: int, hidden: int, topk: int, rank: int | None = None,
+                 num_tot_experts: Any = None, local_world_size: int | None = None,
+                 world_size: int | None = None, *args: Any, **options: Any) -> None:
         timeout_s = options.get("timeout_s")
         nodes = Nodes.of(ep_group, local_world_size, timeout_s)
         self.nodes = self.world = nodes
@@ -78,7 +97,7 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             with contextlib.suppress(EpError):
                 self.team_layer.finalize()
             raise
-        self._take(self.team_layer, int(max_tokens), int(num_tot_experts))
+        self._take(int(max_tokens), int(num_tot_experts))
         if self.device.type == "cuda":  # NCCL connects in its first exchange, for which it allocates
             nodes._exchange_rows(*torch.zeros(2, nodes.num_nodes, dtype=torch.int32, device=self.device))
         self._number = nodes._num_layers
@@ -87,8 +106,9 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
         self.id = f"{nodes.num_nodes} nodes, {self.node}, {self.team_layer.id}"
         ops.layers[self.id] = self
 
-    def _take(self, team, max_tokens, num_experts):
+    def _take(self, max_tokens: int, num_experts: int) -> None:
         """Take the attributes of a layer from that of the team."""
+        team = self.team_layer
         self.hidden, self.topk, self._copies = team.hidden, team.topk, team._copies
         self.dtype, self.weight_dtype, self.rail_dtype = team.dtype, team.weight_dtype, team.rail_dtype
         self.device, self.heap = team.device, team.heap
@@ -100,16 +120,16 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
         self.num_experts = num_experts
         self.max_tokens = max_tokens * team._copies
         self._most = max_tokens
-        # Whether NCCL's kernels may run beside those of the node.
         self.leaves_sms = self.device.type == "cpu" or team._config.reserve_sms >= RESERVE_SMS
-        team._refuse_now = self._refuse_of_team
+        team._refuse_now = self._refuse_of_team  # type: ignore[method-assign]
         if self.rail_capacity is not None:
-            self._init_fixed()
+            self._fixed = FixedPlans(self, self.rail_capacity)
 
-    # ---- meetings and refusals ----
+    # ---- validations and refusals ----
 
-    def _meet(self, op, layout=None, *, weights=False, gradients=False, chunks=0, error=None):
-        """Meet all ranks in a call.  Raises `error`, if there is one, after the others know of it.
+    def _validate(self, op: int, layout: NodesLayout | None = None, *, weights: bool = False,
+                  gradients: bool = False, chunks: int = 0, error: BaseException | None = None) -> None:
+        """Validate a call with all ranks.  Raises `error`, if there is one, after the others know of it.
 
         layout: with which the call is made, so that no rank moves the rows of another plan.
         An error that only repeats what another rank of this node has done becomes that of all ranks.
@@ -119,34 +139,35 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
         try:
             if error is not None:
                 mark_told(error)
-            self._settle(error)
+            if self._fixed is not None:
+                self._fixed.settle(error)
             failed = 0 if error is None else SECOND if type(error) is PeerError else FAILED
             plan_number = 0 if layout is None else layout.number
             header = Header(op, self._number, plan_number, weights, gradients, chunks, failed=failed)
             try:
                 self.nodes._validate(header)
             except PeerError:
-                if failed == FAILED:
+                if error is not None and failed == FAILED:
                     raise error from None
                 raise
         finally:
             del error  # else the error and this frame would be a cycle: see CollectiveLayer._refuse_now
 
-    def _refuse(self, op, error, buffer):
+    def _refuse(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         """Report to all ranks that this one cannot take part in op, then raise the error."""
         try:
             # checkpointing needs no more of this forward
             if not isinstance(error, _StopRecomputationError) and not is_told(error):
-                self._meet(OP_OF[op], error=error)
+                self._validate(OP_OF[op], error=error)
             raise error
         finally:
             del error
 
-    def _refuse_of_team(self, op, error, buffer):
-        """Take the place of the team layer's refusals, which happen after a meeting, for lack of memory.
+    def _refuse_of_team(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
+        """Take the place of the team layer's refusals, which happen after a validation, for lack of memory.
 
-        In _apply the ranks of the node enter the operation, and then all ranks meet.  Elsewhere other nodes
-        would not learn it.
+        In _apply the ranks of the node enter the operation, and then all ranks validate.  Elsewhere other
+        nodes would not learn it.
         """
         try:
             if self._applies:
@@ -158,8 +179,8 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             del error
 
     @contextlib.contextmanager
-    def _ending(self):
-        """End the world after an error between a meeting and the end of a call."""
+    def _ending(self) -> Iterator[None]:
+        """End the world after an error between a validation and the end of a call."""
         try:
             yield
         except _StopRecomputationError:
@@ -168,14 +189,15 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             if isinstance(error, (EpIndexError, EpOverflow, PeerError)):
                 if getattr(error, "_is_of_all", False):
                     raise
-                self._settle(error)
+                if self._fixed is not None:
+                    self._fixed.settle(error)
             self.nodes._end(error)
             raise
 
     # ---- calls ----
 
-    def _plan_rail(self, indices, buffer):
-        """Exchange the indices of the rail and make the plan, after a meeting.
+    def _plan_rail(self, indices: Tensor, buffer: int) -> NodesLayout:
+        """Exchange the indices of the rail and make the plan, after a validation.
 
         One host read; with rail_capacity none.
         """
@@ -188,8 +210,8 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             everyone = mine.new_empty(num_nodes * self._most, topk)
             self.nodes._exchange_rows(everyone, mine.repeat(num_nodes, 1))
             everyone = everyone.view(num_nodes, self._most, topk)
-            if self.rail_capacity is not None:
-                return fixed.make_layout(self, len(indices), buffer, everyone)
+            if self._fixed is not None:
+                return self._fixed.make_layout(len(indices), buffer, everyone)
             local, hit, facts = plan.local_indices(self, everyone)
             goes_to, owner = plan.destinations(self, indices)
             received, bad, values, sent = self.nodes._read(torch.cat([facts, goes_to.sum(1)[None]]))
@@ -200,27 +222,32 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             layout.indices = plan.arrivals(layout, local, hit)
         return layout
 
-    def _plan_team(self, layout):
+    def _plan_team(self, layout: NodesLayout) -> NodesLayout:
         with self._ending():
             layout.team = self.team_layer.preprocess(layout.indices, buffer=layout.buffer)
         return layout
 
-    def _enter(self, input, exp_indices, weight, more=(), full_scatter_indices=None, layout=None, buffer=0,
-               chunks=0):
-        """Check the arguments of a dispatch and meet all ranks.  Returns the weights in float32.
+    def _enter(self, input: Tensor, exp_indices: Any, weight: Tensor | None,
+               more: Iterable[Tensor | None] = (), full_scatter_indices: Tensor | None = None,
+               layout: Layout | None = None, buffer: int = 0,
+               chunks: int = 0) -> tuple[Tensor | None, NodesLayout | None]:
+        """Check the arguments of a dispatch and validate it.  Return the weights in float32, and the layout.
 
         more: other tensors whose gradients the backward needs.
         """
         op = PLAN if layout is None else DISPATCH
         try:
-            weight = self._checked(input, exp_indices, weight, full_scatter_indices, layout, buffer)
+            weight, layout = self._checked(input, exp_indices, weight, full_scatter_indices, layout, buffer)
         except Exception as error:
-            self._meet(op, error=error)
-        self._meet(op, layout, weights=weight is not None, gradients=requires_grad(input, weight, *more),
-                   chunks=chunks)
-        return weight
+            self._validate(op, error=error)
+            raise
+        self._validate(op, layout, weights=weight is not None, gradients=requires_grad(input, weight, *more),
+                       chunks=chunks)
+        return weight, layout
 
-    def _send(self, input, exp_indices, weight, full_scatter_indices, layout, buffer, *more):
+    def _send(self, input: Tensor, exp_indices: Any, weight: Tensor | None,
+              full_scatter_indices: Tensor | None, layout: Layout | None, buffer: int,
+              *more: Tensor | None) -> tuple[NodesLayout, Tensor, Tensor | None]:
         """Bring the tokens to the nodes of their experts.
 
         Returns the layout, and the tokens and weights that this rank has for its node.
@@ -229,26 +256,27 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
         """
         if layout is None:
             self._check_buffer(_C.OP_PLAN, buffer)
-        weight = self._enter(input, exp_indices, weight, more, full_scatter_indices, layout, buffer)
-        if layout is None:
-            layout = self._plan_rail(exp_indices, buffer)
-        if layout.team is None and not self._applies:
-            self._plan_team(layout)
+        weight, checked = self._enter(input, exp_indices, weight, more, full_scatter_indices, layout, buffer)
+        mine = self._plan_rail(exp_indices, buffer) if checked is None else checked
+        if mine.team is None and not self._applies:
+            self._plan_team(mine)
         with self._ending():
-            here, weight_here = rows.Out.apply(input, weight, layout, True)
-        layout.dispatched = True
-        return layout, here, weight_here
+            here, weight_here = rows.Out.apply(input, weight, mine, True)
+        mine.dispatched = True
+        return mine, here, weight_here
 
-    def _return(self, layout, call, weight, *tensors):
-        """Meet, make call(), which is the combine of the team, and bring its rows home."""
-        self._meet(COMBINE, layout, weights=weight is not None,
-                   gradients=requires_grad(weight, *tensors))
+    def _return(self, layout: NodesLayout, call: Callable[[], Tensor], weight: Tensor | None,
+                *tensors: Tensor | None) -> Tensor:
+        """Validate, make call(), which is the combine of the team, and bring its rows home."""
+        self._validate(COMBINE, layout, weights=weight is not None,
+                       gradients=requires_grad(weight, *tensors))
         with self._ending():
             return rows.Home.apply(call(), None, layout, True)[0]
 
-    def _apply(self, moe, x, topk_idx, topk_weights):
+    def _apply(self, moe: EPMoE, x: Tensor, topk_idx: Tensor,
+               topk_weights: Tensor) -> tuple[Tensor, Layout]:
         """Apply the experts of an EPMoE: those of this node through the team layer, to what has arrived."""
-        params = moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias
+        params: Any = (moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias)
         if torch.compiler.is_compiling() and self.rail_capacity is None:
             return ops.apply(self, moe, requires_grad(x, topk_weights, *params), x, topk_idx,
                              topk_weights.float())
@@ -256,37 +284,40 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
         return self._apply_now(moe, params, num_chunks, x, topk_idx, topk_weights)
 
     @torch._disable_dynamo
-    def _apply_now(self, moe, params, num_chunks, x, topk_idx, topk_weights):
+    def _apply_now(self, moe: EPMoE, params: tuple[Tensor | None, ...], num_chunks: int, x: Tensor,
+                   topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, NodesLayout]:
         """Do it as calls.
 
-        The meeting comes after all stages of the node, so that it also tells of an error in one of them.
+        The validation comes after all stages of the node, so that it also tells of an error in one of them.
         """
-        error = None
+        y, error = None, None
         self._applies = True
         try:
             if num_chunks > 1:
                 return pipeline.apply(self, moe, num_chunks, params, x, topk_idx, topk_weights)
             layout, here, weight_here = self._send(x, topk_idx, topk_weights, None, None, 0, *params)
-            self._owes_result = self.rail_capacity is not None
+            if self._fixed is not None:
+                self._fixed.owes_result = True
             try:
                 y, layout.team = moe._compute(self.team_layer, here, layout.indices, weight_here)
             except _StopRecomputationError:
                 raise
             except Exception as e:
                 error = e
-                self._pay_result()
+                if self._fixed is not None:
+                    self._fixed.pay_result()
         finally:
             self._applies = False
         try:
-            self._meet(COMBINE, layout, gradients=requires_grad(x, topk_weights, *params),
-                       error=error)
+            self._validate(COMBINE, layout, gradients=requires_grad(x, topk_weights, *params), error=error)
         finally:
             del error
         with self._ending():
             return rows.Home.apply(y, None, layout, True)[0], layout
 
     @torch._disable_dynamo
-    def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
+    def preprocess(self, exp_indices: Tensor, full_scatter_indices: Tensor | None = None, *,
+                   buffer: int = 0) -> NodesLayout:
         self._check_buffer(_C.OP_PLAN, buffer)
         try:
             check_mode()
@@ -295,64 +326,66 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
                 raise ValueError("full_scatter_indices: not over several nodes: leave it out")
             self._check_indices(exp_indices)
         except Exception as error:
-            self._meet(PLAN, error=error)
-        self._meet(PLAN)
+            self._validate(PLAN, error=error)
+        self._validate(PLAN)
         return self._plan_team(self._plan_rail(exp_indices, buffer))
 
     @torch._disable_dynamo
-    def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
-                 buffer=0):
-        layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
-                                               buffer)
+    def dispatch(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
+                 full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
+                 buffer: int = 0) -> tuple[Tensor, Tensor | None, NodesLayout]:
+        mine, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout, buffer)
         with self._ending():
-            out, row_weight, layout.team = self.team_layer.dispatch(here, None, weight_here,
-                                                                    layout=layout.team)
-        return out, row_weight, layout
+            out, row_weight, mine.team = self.team_layer.dispatch(here, None, weight_here, layout=mine.team)
+        return out, row_weight, mine
 
     @torch._disable_dynamo
-    def dispatch_fp8(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
-                     buffer=0):
+    def dispatch_fp8(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
+                     full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
+                     buffer: int = 0) -> tuple[Tensor, Tensor, Tensor | None, NodesLayout]:
         """As EPAll2AllLayer's.  Between nodes tokens travel in the layer's dtype."""
         try:
             if requires_grad(*(t for t in (input, weight) if isinstance(t, torch.Tensor))):
                 raise RuntimeError("dispatch_fp8 has no gradients: call it under torch.no_grad(), or use "
                                    "dispatch")
         except Exception as error:
-            self._meet(PLAN if layout is None else DISPATCH, error=error)
-        layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
-                                               buffer)
+            self._validate(PLAN if layout is None else DISPATCH, error=error)
+        mine, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout, buffer)
         with self._ending():
-            *out, layout.team = self.team_layer.dispatch_fp8(here, None, weight_here, layout=layout.team)
-        return *out, layout
+            out, scales, row_weight, mine.team = self.team_layer.dispatch_fp8(here, None, weight_here,
+                                                                              layout=mine.team)
+        return out, scales, row_weight, mine
 
     @torch._disable_dynamo
-    def combine(self, input, layout, weight=None):
+    def combine(self, input: Tensor, layout: Layout, weight: Tensor | None = None) -> Tensor:
         try:
             check_mode(input, weight)
-            self._check_rows("input rows", input, self.hidden, weight, layout)
+            mine, team = self._check_rows("input rows", input, self.hidden, weight, layout)
         except Exception as error:
-            self._meet(COMBINE, error=error)
-        return self._return(layout, lambda: self.team_layer.combine(input, layout.team, weight), weight,
-                            input)
+            self._validate(COMBINE, error=error)
+            raise
+        return self._return(mine, lambda: self.team_layer.combine(input, team, weight), weight, input)
 
-    def ep_barrier_all(self, *, buffer=0):
+    def ep_barrier_all(self, *, buffer: int = 0) -> None:
         self._check_buffer(_C.OP_BARRIER, buffer)
         self.synchronize()
-        self._meet(BARRIER)
+        self._validate(BARRIER)
 
-    def synchronize(self):
-        self._settle(now=True)
+    def synchronize(self) -> None:
+        if self._fixed is not None:
+            self._fixed.settle(now=True)
         self.team_layer.synchronize()
 
-    def finalize(self):
+    def finalize(self) -> None:
         if not self._is_closed and not self.nodes._has_ended():
             self.nodes._validate(Header(FINALIZE, self._number))
         self.team_layer.finalize()
         self._is_closed = True
 
-    # ---- checks of arguments on each rank, before the ranks meet ----
+    # ---- checks of arguments on each rank, before the validation ----
 
-    def _check_sizes(self, rank, world_size, num_tot_experts, options):
+    def _check_sizes(self, rank: int | None, world_size: int | None, num_tot_experts: Any,
+                     options: dict[str, Any]) -> None:
         for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
             if got is not None and got != want:
                 raise ValueError(f"{name}={got}, but the group says {want}: leave it out")
@@ -374,20 +407,22 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
                              f"rows of each rank in each call: pass capacity, too, the most rows that a rank "
                              f"can receive, or leave rail_capacity out")
 
-    def _checked(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
-        """Check the arguments of a dispatch on this rank.  Return the weights as float32."""
+    def _checked(self, input: Tensor, exp_indices: Any, weight: Tensor | None,
+                 full_scatter_indices: Tensor | None, layout: Layout | None,
+                 buffer: int) -> tuple[Tensor | None, NodesLayout | None]:
+        """Check the arguments of a dispatch on this rank.  Return the weights as float32, and the layout."""
         check_mode(input, weight)
         self._check_capture()
-        num_tokens = None
+        mine, num_tokens = None, None
         if full_scatter_indices is not None:
             raise ValueError("full_scatter_indices: not over several nodes, where the plan chooses the rows: "
                              "leave it out")
         if layout is not None:
-            self._check_layout(layout)
-            if buffer not in (0, layout.buffer):
-                raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}: leave "
+            mine = self._check_nodes_layout(layout)
+            if buffer not in (0, mine.buffer):
+                raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {mine.buffer}: leave "
                                  f"buffer out")
-            num_tokens = layout.num_tokens
+            num_tokens = mine.num_tokens
         self._check_tensor("input", input, self.dtype, (num_tokens, self.hidden))
         if layout is None:
             self._check_indices(exp_indices)
@@ -396,9 +431,9 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
                                  f"{exp_indices.shape[0]}: must be the same")
         if weight is not None:
             self._check_tensor("weight", weight, None, (input.shape[0], self.topk * self._copies))
-        return cast(weight, torch.float32)
+        return cast(weight, torch.float32), mine
 
-    def _check_indices(self, exp_indices):
+    def _check_indices(self, exp_indices: Any) -> None:
         if exp_indices is None:
             raise TypeError("exp_indices is None: pass them, or the layout of an earlier preprocess or "
                             "dispatch")
@@ -416,7 +451,8 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
             raise ValueError(f"exp_indices: wanted a tensor on {self.device}, where the layer is, got one on "
                              f"{exp_indices.device}")
 
-    def _check_layout(self, layout):
+    def _check_nodes_layout(self, layout: Any) -> NodesLayout:
+        """Return the layout, which must be one of this layer."""
         if not isinstance(layout, NodesLayout):
             raise TypeError(f"layout: wanted a layout of several nodes, got {type(layout).__name__}")
         if layout.layer is not self:
@@ -424,22 +460,28 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
                              "dispatch returned")
         if layout.is_void:
             raise ValueError("cannot use this layout: its plan has failed. Make another with preprocess")
+        return layout
 
-    def _check_rows(self, name, input, columns, weight, layout):
-        """Check the rows and weights of a combine."""
+    def _check_rows(self, name: str, input: Any, columns: int, weight: Any,
+                    layout: Any) -> tuple[NodesLayout, Layout]:
+        """Check the rows and weights of a combine.  Returns the layout, and that of the node."""
         self._check_capture()
-        self._check_layout(layout)
+        layout = self._check_nodes_layout(layout)
         if not layout.dispatched:
             raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
                              "dispatch(layout=...) first")
+        if layout.team is None:
+            raise ValueError("the layout is of a call of EPMoE with num_chunks, whose rows have returned: "
+                             "pass the layout of a dispatch")
         self._check_tensor(name, input, self.dtype, (self._rows_of(layout), columns))
         if weight is not None:
             self._check_tensor("weight", weight, None, (input.shape[0],))
+        return layout, layout.team
 
-    def _rows_of(self, layout):
+    def _rows_of(self, layout: NodesLayout) -> int:
         return layout.num_rows if self.capacity is None else self.capacity
 
-    def _check_capture(self):
+    def _check_capture(self) -> None:
         if self.rail_capacity is None and is_capturing(self.device):
             raise RuntimeError("this layer over several nodes cannot be captured in a CUDA graph, because "
                                "the host reads numbers of rows in each call: create it with capacity and "
@@ -449,14 +491,18 @@ class InternodeLayer(fixed.Fixed, EPAll2AllLayer):
 class InternodeFusedOp(InternodeLayer, EpAll2AllFusedOp):
     """EpAll2AllFusedOp over several nodes: the megakernels work on the tokens that have arrived."""
 
+    team_layer: EpAll2AllFusedOp
     _kind_of_team = EpAll2AllFusedOp
 
-    def _take(self, team, max_tokens, num_experts):
-        super()._take(team, max_tokens, num_experts)
+    def _take(self, max_tokens: int, num_experts: int) -> None:
+        super()._take(max_tokens, num_experts)
+        team = self.team_layer
         self.fused, self.token_saving, self.token_sorting = team.fused, team.token_saving, team.token_sorting
         self.block_wise_barrier, self.combine_order = team.block_wise_barrier, team.combine_order
 
-    def _check_weights(self, name, leaves, rows, columns, product):
+    def _check_weights(self, name: str, leaves: tuple[Tensor | None, ...], rows: int | None,
+                       columns: int | None,
+                       product: tuple[Any, Any, Tensor | None, Activation | None]) -> None:
         """Check the product of a fused call, which is in FP8 where it has scales.
 
         leaves: the other tensors of the call.  product: gemm_weight [L, rows, columns], where None is any
@@ -471,57 +517,63 @@ class InternodeFusedOp(InternodeLayer, EpAll2AllFusedOp):
             self._check_fp8(rows, columns, *product)
 
     @torch._disable_dynamo
-    def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *,
-                                 bias=None, activation=None, full_scatter_indices=None, buffer=0,
-                                 gemm_scale=None):
+    def mega_dispatch_group_gemm(self, input: Tensor, exp_indices: Tensor | None = None,
+                                 layout: Layout | None = None, gemm_weight: Tensor | None = None,
+                                 weight: Tensor | None = None, *, bias: Tensor | None = None,
+                                 activation: Activation | None = None,
+                                 full_scatter_indices: Tensor | None = None, buffer: int = 0,
+                                 gemm_scale: Tensor | None = None
+                                 ) -> tuple[Tensor, Tensor | None, NodesLayout]:
         """As EpAll2AllFusedOp's.  Between nodes tokens travel in the layer's dtype, also with gemm_scale."""
         try:
             self._check_weights("dispatch + GEMM", (input, weight), None, self.hidden,
                                 (gemm_weight, gemm_scale, bias, activation))
         except Exception as error:
-            self._meet(PLAN if layout is None else DISPATCH, error=error)
-        layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
-                                               buffer, gemm_weight, bias)
+            self._validate(PLAN if layout is None else DISPATCH, error=error)
+        mine, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout, buffer,
+                                             gemm_weight, bias)
         with self._ending():
-            h, row_weight, layout.team = self.team_layer.mega_dispatch_group_gemm(
-                here, None, layout.team, gemm_weight, weight_here, bias=bias, activation=activation,
+            h, row_weight, mine.team = self.team_layer.mega_dispatch_group_gemm(
+                here, None, mine.team, gemm_weight, weight_here, bias=bias, activation=activation,
                 gemm_scale=gemm_scale)
-        return h, row_weight, layout
+        return h, row_weight, mine
 
     @torch._disable_dynamo
-    def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None,
-                                gemm_scale=None):
+    def mega_group_gemm_combine(self, gemm_input: Tensor, gemm_weight: Tensor, layout: Layout,
+                                weight: Tensor | None = None, *, bias: Tensor | None = None,
+                                gemm_scale: Tensor | None = None) -> Tensor:
         try:
             self._check_weights("GEMM + combine", (gemm_input, weight), self.hidden, None,
                                 (gemm_weight, gemm_scale, bias, None))
-            self._check_rows("gemm_input", gemm_input, gemm_weight.shape[2], weight, layout)
+            mine, team = self._check_rows("gemm_input", gemm_input, gemm_weight.shape[2], weight, layout)
         except Exception as error:
-            self._meet(COMBINE, error=error)
+            self._validate(COMBINE, error=error)
+            raise
 
-        def combine():
-            return self.team_layer.mega_group_gemm_combine(gemm_input, gemm_weight, layout.team, weight,
-                                                           bias=bias, gemm_scale=gemm_scale)
+        def combine() -> Tensor:
+            return self.team_layer.mega_group_gemm_combine(gemm_input, gemm_weight, team, weight, bias=bias,
+                                                           gemm_scale=gemm_scale)
 
-        return self._return(layout, combine, weight, gemm_input, gemm_weight, bias)
+        return self._return(mine, combine, weight, gemm_input, gemm_weight, bias)
 
 
 EPAll2AllLayer._over_nodes, EpAll2AllFusedOp._over_nodes = InternodeLayer, InternodeFusedOp
 
 
-def _tokens_of_team(nodes, max_tokens, options):
+def _tokens_of_team(nodes: Nodes, max_tokens: int, options: dict[str, Any]) -> int:
     """Return the most tokens that a rank has for its node."""
-    of_others = min(max_tokens, options.get("rail_capacity") or max_tokens)
+    of_others: int = min(max_tokens, options.get("rail_capacity") or max_tokens)
     return max_tokens + (nodes.num_nodes - 1) * of_others
 
 
-def _agree(nodes, mine):
+def _agree(nodes: Nodes, mine: str) -> None:
     """Raise EpMismatch on all ranks if they describe different layers."""
     text = mine.encode()
     hashed = hashlib.sha256(text).digest()  # of all of it: the text may be longer than an exchange can be
     descriptions = nodes.exchange(text[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES) + hashed)
-    for rank, its in enumerate(descriptions):
-        if its != descriptions[0]:
+    for rank, description in enumerate(descriptions):
+        if description != descriptions[0]:
             its, first = (d[:_DESCRIPTION_BYTES].decode(errors="replace").rstrip()
-                          for d in (its, descriptions[0]))
+                          for d in (description, descriptions[0]))
             raise EpMismatch(f"ranks disagree: rank {rank} creates {its}; rank 0 creates {first}. Create the "
                              f"layer with the same arguments on all ranks.")

@@ -8,8 +8,8 @@ is the same on all ranks (D: out over the rail, X: the stages of the node, R: ho
     D1 X0 D2 X1 R1 D3 X2 R2 ... XC RC
 
 Exchanges are asynchronous: on NCCL they run on a stream of their own, on gloo in threads.  After each X all
-ranks meet on the host, so that an error in it reaches all before its rows go home.  The backward launches the
-reverse: D for the gradient of chunk C first, the own tokens last.
+ranks validate on the host, so that an error in it reaches all before its rows go home.  The backward launches
+the reverse: D for the gradient of chunk C first, the own tokens last.
 
 The sum of a token does not depend on C: node n contributes one row, whatever the chunk in which it comes, and
 rows are added up in node order when all are home.
@@ -18,30 +18,43 @@ Freedom from deadlock: as in rail.py, and on CUDA the team's kernels leave SMs t
 so that the next kernel of each stream can start.  tests/models/rail.pml checks this order.
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ...comm import validation
 from ...torch_modes import requires_grad
+from ...gemm.weight_gradients import Factors
 from . import rows
+from .plan import NodesLayout
+
+if TYPE_CHECKING:
+    from ...moe.module import EPMoE
+    from .layer import InternodeLayer
 
 
 class Flight:
     """One forward pass and its backward: the chunks, and the exchanges that are under way."""
 
-    def __init__(self, layout, num_chunks):
+    def __init__(self, layout: NodesLayout, num_chunks: int) -> None:
         self.layout = layout
         self.layer = layout.layer
         self.parts = layout.parts(num_chunks)
         self.chunks = range(1, num_chunks + 1)
-        self._waits = {}  # name of an exchange -> what waits for it
-        self._source = None  # the rows that the exchanges still send: tokens, or the gradient of the sums
-        self._to_fill = {}  # chunk -> where its rows arrive
+        self.arriving: dict[int, Tensor] = {}  # chunk -> the gradients of its rows, in a backward
+        self.home: dict[int, Tensor] = {}  # chunk -> the gradients of its tokens, in a backward
+        self._waits: dict[tuple[str, int], Callable[[], None]] = {}  # name of an exchange -> waits for it
+        self._source: Tensor | None = None  # the rows still to be sent: tokens, or the gradient of the sums
+        self._to_fill: dict[int, Tensor] = {}  # chunk -> where its rows arrive
 
-    def begin(self, source):
+    def begin(self, source: Tensor) -> list[Tensor]:
         """Say which rows [T, H] leave, and return where each chunk of the other ranks' rows arrives."""
         self._source = source
         made = [source.new_empty(sum(self.parts[c].recv_tokens), source.shape[1]) for c in self.chunks]
@@ -49,36 +62,37 @@ class Flight:
         self._to_fill = {c: t.detach() for c, t in zip(self.chunks, made)}
         return made
 
-    def send(self, chunk):
+    def send(self, chunk: int) -> None:
         """Start D of a chunk, if there is such a chunk."""
-        if chunk not in self._to_fill:
+        if self._source is None or chunk not in self._to_fill:
             return
         part, into = self.parts[chunk], self._to_fill.pop(chunk)
         self._start(("out", chunk), into, self._source[part.send_idx], part.recv_tokens, part.send_tokens)
         if not self._to_fill:
             self._source = None
 
-    def bring(self, chunk, t):
+    def bring(self, chunk: int, t: Tensor) -> Tensor:
         """Start R of a chunk with rows t [A, H], rounded to rail_dtype.  Returns where they arrive."""
         part, t = self.parts[chunk], t.to(self.layer.rail_dtype)
         back = t.new_empty(sum(part.send_tokens), t.shape[1])
         self._start(("home", chunk), back.detach(), t.contiguous(), part.send_tokens, part.recv_tokens)
         return back
 
-    def _start(self, name, out, mine, out_splits, splits):
+    def _start(self, name: tuple[str, int], out: Tensor, mine: Tensor, out_splits: list[int],
+               splits: list[int]) -> None:
         self._waits[name] = self.layer.nodes._start_rows(out, mine, out_splits, splits)
 
-    def wait(self, way, chunk):
+    def wait(self, way: str, chunk: int) -> None:
         self._waits.pop((way, chunk))()
 
-    def drain(self):
+    def drain(self) -> None:
         """Wait for what is under way after an error, which all ranks know: all have started the same."""
         waits, self._waits, self._source, self._to_fill = list(self._waits.values()), {}, None, {}
         if not self.layer.nodes._has_ended():
             for wait in waits:
                 wait()
 
-    def total(self, own, backs):
+    def total(self, own: Tensor, backs: Sequence[Tensor]) -> Tensor:
         """Return the sums [T, H] of the rows of each node, in node order, in float32, rounded once."""
         total = own.new_zeros(self.layout.num_tokens, own.shape[1], dtype=torch.float32)
         dtype, own = own.dtype, own.to(self.layer.rail_dtype)
@@ -96,14 +110,14 @@ class _Send(torch.autograd.Function):
     """Tokens [T, H] to the own tokens and the chunks, which arrive later.  Backward: the gradients' sums."""
 
     @staticmethod
-    def forward(ctx, x, flight):
+    def forward(ctx: Any, x: Tensor, flight: Flight) -> tuple[Tensor, ...]:
         ctx.flight = flight
         return (x[flight.parts[0].send_idx], *flight.begin(x))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_own, *_):
-        flight = ctx.flight
+    def backward(ctx: Any, d_own: Tensor, *_: Any) -> tuple[Tensor, None]:
+        flight: Flight = ctx.flight
         with flight.layer._ending():
             for c in reversed(flight.chunks):
                 flight.wait("home", c)
@@ -114,15 +128,15 @@ class _Arrive(torch.autograd.Function):
     """Wait for a chunk.  Backward: start the way home of its gradients."""
 
     @staticmethod
-    def forward(ctx, t, flight, chunk):
+    def forward(ctx: Any, t: Tensor, flight: Flight, chunk: int) -> Tensor:
         ctx.flight, ctx.chunk = flight, chunk
         flight.wait("out", chunk)
         return t.view_as(t)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_rows):
-        rows.meet_backward(ctx.flight.layout, validation.DISPATCH_BACKWARD, d_rows)
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None]:
+        rows.validate_backward(ctx.flight.layout, validation.DISPATCH_BACKWARD, d_rows)
         with ctx.flight.layer._ending():
             ctx.flight.home[ctx.chunk] = ctx.flight.bring(ctx.chunk, d_rows)
         return d_rows, None, None
@@ -132,13 +146,13 @@ class _Return(torch.autograd.Function):
     """Start the way home of the rows of a chunk.  Backward: wait for their gradients."""
 
     @staticmethod
-    def forward(ctx, y, flight, chunk):
+    def forward(ctx: Any, y: Tensor, flight: Flight, chunk: int) -> Tensor:
         ctx.flight, ctx.chunk = flight, chunk
         return flight.bring(chunk, y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _):
+    def backward(ctx: Any, _: Any) -> tuple[Tensor, None, None]:
         with ctx.flight.layer._ending():
             ctx.flight.send(ctx.chunk - 1)
             ctx.flight.wait("out", ctx.chunk)
@@ -149,7 +163,7 @@ class _Sum(torch.autograd.Function):
     """Wait for all chunks and add up the rows of each token.  Backward: start the way out of its gradient."""
 
     @staticmethod
-    def forward(ctx, flight, own, *backs):
+    def forward(ctx: Any, flight: Flight, own: Tensor, *backs: Tensor) -> Tensor:
         ctx.flight = flight
         for c in flight.chunks:
             flight.wait("home", c)
@@ -157,9 +171,9 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        flight = ctx.flight
-        rows.meet_backward(flight.layout, validation.COMBINE_BACKWARD, dy)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        flight: Flight = ctx.flight
+        rows.validate_backward(flight.layout, validation.COMBINE_BACKWARD, dy)
         with flight.layer._ending():
             dy = dy.contiguous()
             flight.arriving = dict(zip(flight.chunks, flight.begin(dy)))
@@ -175,13 +189,13 @@ class _Scalars(torch.autograd.Function):
     """Routing weights [T, K] to the tokens' nodes, as the chunks [A, K] in one.  Backward: home."""
 
     @staticmethod
-    def forward(ctx, weight, layout):
+    def forward(ctx: Any, weight: Tensor, layout: NodesLayout) -> Tensor:
         ctx.layout = layout
         return rows.out(layout, weight, None)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_weight):
+    def backward(ctx: Any, d_weight: Tensor) -> tuple[Tensor, None]:
         with ctx.layout.layer._ending():
             return rows.scalars_home(ctx.layout, d_weight.contiguous()), None
 
@@ -193,12 +207,12 @@ class _Total:
     (weight_gradients.py), so a product of rows adds its gradient to the sum and stores it nowhere else.
     """
 
-    def __init__(self, p, num_uses):
+    def __init__(self, p: Tensor, num_uses: int) -> None:
         self.shape, self.dtype = p.shape, p.dtype
         self.num_uses = self.left = num_uses
-        self.sum = None
+        self.sum: Tensor | None = None
 
-    def take(self, factors):
+    def take(self, factors: Factors) -> Tensor | None:
         """Add the product of the factors.  Returns what add returns."""
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph=True: with num_chunks there are no second derivatives: "
@@ -206,46 +220,45 @@ class _Total:
         if self.sum is None:
             self.sum = factors.tensors[0].new_zeros(self.shape, dtype=torch.float32)
         torch.ops.epmoe.grouped_wgrad_add(*factors.tensors, self.sum, 1.0, factors.portable)
-        return self._count()
+        return self._count(self.sum)
 
-    def add(self, grad):
+    def add(self, grad: Tensor) -> Tensor | None:
         """Add a gradient.  Returns the sum if it is the last of a backward pass, else None."""
         self.sum = grad.float() if self.sum is None else self.sum.add_(grad)
-        return self._count()
+        return self._count(self.sum)
 
-    def _count(self):
+    def _count(self, total: Tensor) -> Tensor | None:
         self.left -= 1
         if self.left:
             return None
-        total = self.sum.to(self.dtype)
         self.sum, self.left = None, self.num_uses
-        return total
+        return total.to(self.dtype)
 
 
 class _Use(torch.autograd.Function):
     """One use of a bias.  Backward: to its _Total."""
 
     @staticmethod
-    def forward(ctx, p, total):
+    def forward(ctx: Any, p: Tensor, total: _Total) -> Tensor:
         ctx.total = total
         return p.view_as(p)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         return ctx.total.add(grad), None
 
 
-def _weights_of(moe, num_uses):
+def _weights_of(moe: EPMoE, num_uses: int) -> list[tuple[Tensor | None, ...]]:
     """Return a list of the experts' weights and biases for each chunk."""
-    lists = []
+    lists: list[list[Tensor | None]] = []
     for p in moe._weights():
         uses = [p] * num_uses
-        if requires_grad(p) and p.dtype != torch.float32:
+        if p is not None and requires_grad(p) and p.dtype != torch.float32:
             total = _Total(p, num_uses)
             if p.dim() == 3 and p.is_contiguous():
                 alias = p.view_as(p)
-                alias._epmoe_sink = total
+                setattr(alias, "_epmoe_sink", total)
                 uses = [alias] * num_uses
             else:
                 uses = [_Use.apply(p, total) for _ in uses]
@@ -253,9 +266,10 @@ def _weights_of(moe, num_uses):
     return list(zip(*lists))
 
 
-def apply(layer, moe, num_chunks, params, x, topk_idx, topk_weights):
+def apply(layer: InternodeLayer, moe: EPMoE, num_chunks: int, params: tuple[Tensor | None, ...], x: Tensor,
+          topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, NodesLayout]:
     """Apply the experts of an EPMoE in chunks.  Returns (y, layout)."""
-    weight = layer._enter(x, topk_idx, topk_weights, params, chunks=num_chunks)
+    weight, _ = layer._enter(x, topk_idx, topk_weights, params, chunks=num_chunks)
     layout = layer._plan_rail(topk_idx, 0)
     gradients = requires_grad(x, topk_weights, *params)
     with layer._ending():
@@ -265,7 +279,8 @@ def apply(layer, moe, num_chunks, params, x, topk_idx, topk_weights):
         uses = _weights_of(moe, num_chunks + 1)
         flight.send(1)
     try:
-        own, backs = None, []
+        own: Any = None
+        backs: list[Tensor] = []
         for c, part in enumerate(flight.parts):
             with layer._ending():
                 if c:
@@ -281,7 +296,8 @@ def apply(layer, moe, num_chunks, params, x, topk_idx, topk_weights):
                 error = e
             tokens[c] = here = None  # what the backward does not need
             try:
-                layer._meet(validation.COMBINE, layout, gradients=gradients, error=error, chunks=num_chunks)
+                layer._validate(validation.COMBINE, layout, gradients=gradients, error=error,
+                                chunks=num_chunks)
             finally:
                 del error
             with layer._ending():

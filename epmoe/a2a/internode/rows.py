@@ -5,32 +5,35 @@ the rows of a token are rounded to rail_dtype, added up in node order, in float3
 the own node are rounded too; they are copied in memory and never cross the rail.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ...comm import validation
 from ...torch_modes import check_mode
+from .plan import NodesLayout
 
 
-def out(layout, x, scalar):
+def out(layout: NodesLayout, x: Tensor, scalar: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the tokens [A, H] that this rank has for its node, and their scalars [A, K] or None.
 
     x: [T, H]; scalar: [T, K] or None.
     """
-    nodes, own = layout.layer.nodes, layout.num_own
+    return _arrived(layout, x), None if scalar is None else _arrived(layout, scalar)
+
+
+def _arrived(layout: NodesLayout, t: Tensor) -> Tensor:
+    own = layout.num_own
     sent, received = layout.splits()
-    results = []
-    for t in (x, scalar):
-        if t is None:
-            results.append(None)
-            continue
-        arrived = t.new_empty(own + sum(received), t.shape[1])
-        arrived[:own], leaving = layout.pick(t)
-        nodes._exchange_rows(arrived[own:], leaving, received, sent)
-        results.append(arrived)
-    return results
+    arrived = t.new_empty(own + sum(received), t.shape[1])
+    arrived[:own], leaving = layout.pick(t)
+    layout.layer.nodes._exchange_rows(arrived[own:], leaving, received, sent)
+    return arrived
 
 
-def home(layout, rows, scalar):
+def home(layout: NodesLayout, rows: Tensor, scalar: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the sums [T, H] of this rank's tokens, and the scalars [T, K] of their choices, or None.
 
     rows: [A, H], one for each token of out(); scalar: [A, K] or None.  The scalar of a choice comes from the
@@ -41,12 +44,13 @@ def home(layout, rows, scalar):
     return layout.finish_sums(total, rows.dtype), None if scalar is None else scalars_home(layout, scalar)
 
 
-def scalars_home(layout, scalar):
+def scalars_home(layout: NodesLayout, scalar: Tensor) -> Tensor:
     """Return the scalars [T, K] of the choices of this rank's tokens.  scalar: [A, K]."""
     return layout.finish_sums(_returned(layout, scalar, _select, scalar.dtype), scalar.dtype)
 
 
-def _returned(layout, rows, put, dtype):
+def _returned(layout: NodesLayout, rows: Tensor, put: Callable[[Tensor, Tensor, Tensor, Tensor, int], None],
+              dtype: torch.dtype) -> Tensor:
     nodes, own = layout.layer.nodes, layout.num_own
     sent, received = layout.splits()
     back = rows.new_empty(sum(sent), rows.shape[1])
@@ -58,55 +62,57 @@ def _returned(layout, rows, put, dtype):
     return total
 
 
-def _add(total, at, part, owner, node):
+def _add(total: Tensor, at: Tensor, part: Tensor, owner: Tensor, node: int) -> None:
     total.index_add_(0, at, part.float())  # no token is twice in `at`: the order of a sum is that of nodes
 
 
-def _select(total, at, part, owner, node):
+def _select(total: Tensor, at: Tensor, part: Tensor, owner: Tensor, node: int) -> None:
     total[at] = torch.where(owner[at] == node, part, total[at])
 
 
-def meet_backward(layout, op, *tensors):
-    """Meet before the rows of a backward move, so that an error of one rank reaches all."""
+def validate_backward(layout: NodesLayout, op: int, *tensors: Tensor) -> None:
+    """Validate a backward before its rows move, so that an error of one rank reaches all."""
     layer = layout.layer
     try:
         check_mode(*tensors, may_batch=False)
     except Exception as error:
-        layer._meet(op, error=error)
-    layer._meet(op, layout)
+        layer._validate(op, error=error)
+    layer._validate(op, layout)
 
 
 class Out(torch.autograd.Function):
     """out(); the backward is home()."""
 
     @staticmethod
-    def forward(ctx, x, scalar, layout, met):
+    def forward(ctx: Any, x: Tensor, scalar: Tensor | None, layout: NodesLayout,
+                is_validated: bool) -> tuple[Tensor, Tensor | None]:
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
-        if not met:
-            meet_backward(layout, validation.COMBINE_BACKWARD, x)
-        return tuple(out(layout, x, scalar))
+        if not is_validated:
+            validate_backward(layout, validation.COMBINE_BACKWARD, x)
+        return out(layout, x, scalar)
 
     @staticmethod
-    def backward(ctx, d_rows, d_scalar):
-        d_scalar = d_scalar.contiguous() if ctx.has_scalar else None
-        dx, d_scalar = Home.apply(d_rows.contiguous(), d_scalar, ctx.layout, False)
-        return dx, d_scalar, None, None
+    def backward(ctx: Any, d_rows: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
+        scalar = d_scalar.contiguous() if ctx.has_scalar else None
+        dx, scalar = Home.apply(d_rows.contiguous(), scalar, ctx.layout, False)
+        return dx, scalar, None, None
 
 
 class Home(torch.autograd.Function):
     """home(); the backward is out()."""
 
     @staticmethod
-    def forward(ctx, rows, scalar, layout, met):
+    def forward(ctx: Any, rows: Tensor, scalar: Tensor | None, layout: NodesLayout,
+                is_validated: bool) -> tuple[Tensor, Tensor | None]:
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
-        if not met:
-            meet_backward(layout, validation.DISPATCH_BACKWARD, rows)
+        if not is_validated:
+            validate_backward(layout, validation.DISPATCH_BACKWARD, rows)
         return home(layout, rows, scalar)
 
     @staticmethod
-    def backward(ctx, d_out, d_scalar):
-        d_scalar = d_scalar.contiguous() if ctx.has_scalar else None
-        d_rows, d_scalar = Out.apply(d_out.contiguous(), d_scalar, ctx.layout, False)
-        return d_rows, d_scalar, None, None
+    def backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
+        scalar = d_scalar.contiguous() if ctx.has_scalar else None
+        d_rows, scalar = Out.apply(d_out.contiguous(), scalar, ctx.layout, False)
+        return d_rows, scalar, None, None
