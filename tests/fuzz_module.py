@@ -47,15 +47,16 @@ def make_setting(torch, _C):
     one, (two, silent) = _C.world_threads(1, 0.05)[0], _C.world_threads(2, 0.02)
     closed = _C.world_threads(1, 0.05)[0]
     heap = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0)
-    config = (1, 4, 2, 6, 16, _C.F32, _C.COMBINE_SCATTER, 1, 0, 12, 2, 1, 0, 1, 0)
+    fused = 2, 2, 0, 1, 0, 0, 1, 1
+    config = (1, 4, 2, 6, 16, _C.F32, _C.COMBINE_SCATTER, 1, 0, 12, 2, 1, 0, 1, 0, *fused)
     layer, closed_heap = _C.layer_create(heap, config), _C.heap_create(closed, _C.CPU, 0, 1 << 17, 0)
-    closed_config = (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 1, 0, 4, 1, 1, 0, 0, 0)
+    closed_config = (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 1, 0, 4, 1, 1, 0, 0, 0, *fused)
     closed_layer = _C.layer_create(closed_heap, closed_config)
     _C.layer_close(closed_layer)
     _C.heap_close(closed_heap)
     _C.world_close(closed, True)
     off, words = _C.heap_alloc(heap, 4096, 128, 0), _C.plan_layout(config, 3)["num_words"]
-    fast_config = (1, 4, 2, 6, 128, _C.F16, _C.LOW_LATENCY, 1, 0, 12, 2, 1, 0, 0, 0)
+    fast_config = (1, 4, 2, 6, 128, _C.F16, _C.LOW_LATENCY, 1, 0, 12, 2, 1, 0, 0, 0, *fused)
     fast = _C.layer_create(heap, fast_config)
     good = {"x": torch.ones(3, 16), "idx": torch.tensor([[0, 1], [2, -1], [3, 3]]),
             "weight": torch.ones(3, 2),
@@ -124,8 +125,8 @@ def strategies(st, torch, _C):
                        st.tuples(st.just("scribbled"), st.sampled_from(["plan", "handle"]),
                                  st.integers(0, 300),
                                  st.sampled_from([-(2**31), -2, -1, 0, 1, 2, 3, 5, 100, 2**31 - 1])))
-    config = st.one_of(st.just(("config",)), st.tuples(st.just("config"), st.integers(0, 14), number),
-                       st.tuples(st.just("config"), st.integers(0, 14), junk))
+    config = st.one_of(st.just(("config",)), st.tuples(st.just("config"), st.integers(0, 22), number),
+                       st.tuples(st.just("config"), st.integers(0, 22), junk))
 
     def mostly(right, *others):
         return st.integers(0, 9).flatmap(lambda n: right if n < 9 else st.one_of(*others) if others else junk)
