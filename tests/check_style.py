@@ -181,13 +181,20 @@ def calls(texts):
 
 
 def imports(texts):
-    """{module of epmoe: the modules that it imports, also those inside functions}."""
+    """{module of epmoe: the modules that it imports, also those inside functions}.
+
+    What only a type checker imports (if TYPE_CHECKING) does not count: modules may name each other's types.
+    """
     files = {".".join(Path(path).with_suffix("").parts): path for path in texts
              if path.startswith("epmoe/") and path.endswith(".py")}
     edges = {}
     for module, path in files.items():
         names = set()
-        for node in ast.walk(ast.parse(texts[path])):
+        tree = ast.parse(texts[path])
+        for node in tree.body:
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 import epmoe
 from cases import Case, generator, indices_of, outcome, same_bits
-from epmoe.moe import fp8 as moe_fp8
 from epmoe import reference
 from nodes_cases import run_nodes
 from test_nodes_layer import check_one, layer_of, run_one
@@ -229,7 +228,7 @@ def test_nodes_of_ranks_quantise_where_tokens_arrive(ranks):
         same = torch.equal(q[:n].float(), want[0][:n].float()) and torch.equal(scales[:n], want[1][:n])
         with torch.no_grad():
             y = moe(x, idx, weight)
-            h = moe_fp8.compute(moe, q, scales, layout.expert_offsets)
+            h = moe._multiply(q, scales, layout.expert_offsets, *moe._weights())
             of_stages = moe.layer.combine(h, layout, row_weight)
             h, row_weight, layout = moe.layer.mega_dispatch_group_gemm(
                 x, idx, weight=weight, gemm_weight=moe.gate_up_proj, gemm_scale=moe.gate_up_proj_scale_inv,

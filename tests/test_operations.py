@@ -37,7 +37,7 @@ def test_operations_have_numbers_in_the_module():
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
 def test_operations_have_their_signature_in_the_stub(name):
     stub = {n.name: n for n in ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body if hasattr(n, "name")}
-    arguments = stub[stub[f"layer_{name}"].args.posonlyargs[2].annotation.id].body
+    arguments = stub[stub[f"layer_{name}"].args.posonlyargs[2].annotation.left.id].body
     assert [a.target.id for a in arguments] == [a for _, a in ARGUMENTS[name]]
     assert [ast.unparse(a.annotation) for a in arguments] == [TYPES[kind] for kind, _ in ARGUMENTS[name]]
 
