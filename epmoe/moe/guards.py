@@ -6,8 +6,19 @@ otherwise.  Without the checks the results would be wrong, and no error would te
 torch takes plain gradients for replicas, which are equal on all ranks.  It computes their norm, to clip them,
 and GradScaler looks for infinities in them, on each rank by itself.  With different experts the ranks would
 get different results: one scales the shared parameters otherwise than the others, or skips a step alone.
-torch has no hooks there.  So the first EPMoE with some of the experts wraps the functions below.  They do
-what they did before for gradients without experts.
+torch has no hooks there.  So this file wraps functions of torch.  They do what they did before for gradients
+and parameters without experts.
+
+| function | what the wrapper adds |
+|---|---|
+| torch.nn.utils.clip_grad._get_total_norm | the norm is over the experts of all ranks |
+| torch.nn.utils.clip_grad._clip_grads_with_norm_ | gradients on different meshes are scaled apart |
+| torch.amp.GradScaler.unscale_, ._check_inf_per_device | an infinity on one rank counts on all ranks |
+| FSDPParam.__init__ of FSDP2 | sharding over ranks with different experts is an error |
+
+The first four are wrapped when a process creates its first EPMoE of several ranks.  FSDPParam is wrapped when
+fully_shard visits an EPMoE whose parameters it may not shard over all ranks.  With EPMOE_WRAP_TORCH=0 nothing
+is wrapped.
 """
 
 from __future__ import annotations
@@ -23,10 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import shards
-from .shards import before_step, is_dtensor, is_spread, learn_mesh, of_ranks, owners
+from .shards import is_dtensor, is_spread, learn_mesh, of_ranks, owners
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,7 +127,7 @@ def check_flat(moe: EPMoE) -> None:
                            "fully_shard(epmoe.prepare_fsdp(model))")
 
 
-# ---- functions of torch that compute with all gradients ----
+# ---- functions of torch ----
 
 
 def _may_wrap() -> bool:
@@ -126,12 +136,11 @@ def _may_wrap() -> bool:
 
 
 def install() -> None:
-    """Wrap the functions, once in a process."""
+    """Wrap the functions that compute with all gradients, once in a process."""
     global _is_installed
     with _lock:
         if _is_installed or not _may_wrap():
             return
-        register_optimizer_step_pre_hook(before_step)
         clip_grad._get_total_norm = _over_experts(clip_grad._get_total_norm)
         clip_grad._clip_grads_with_norm_ = _mesh_by_mesh(clip_grad._clip_grads_with_norm_)
         scaler: Any = torch.amp.GradScaler  # mypy knows no assignment to a method

@@ -963,6 +963,7 @@ class EPMoE(nn.Module):
     def _register(self) -> None:
         if self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients:
             shards.register(self)
+        if self.layer.world_size > 1:
             guards.install()
 
     @torch._disable_dynamo
@@ -973,7 +974,8 @@ class EPMoE(nn.Module):
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return an iterator over the modules below, as nn.Module does; fully_shard calls it."""
-        guards.install_fsdp()
+        if shards.is_registered(self):
+            guards.install_fsdp()
         return super().named_children()
 
     def __setstate__(self, state: StateDict) -> None:  # of a deep copy

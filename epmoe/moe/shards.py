@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from .. import _C
@@ -45,6 +46,7 @@ _modules: weakref.WeakSet[EPMoE] = weakref.WeakSet()
 _meshes: weakref.WeakKeyDictionary[World | Nodes, dict[tuple[str, DeviceMesh | None], DeviceMesh]] = (
     weakref.WeakKeyDictionary())
 _lock = threading.Lock()  # ranks may be threads
+_has_hook = False
 
 
 def is_spread(world: World | Nodes) -> bool:
@@ -53,9 +55,22 @@ def is_spread(world: World | Nodes) -> bool:
 
 
 def register(moe: EPMoE) -> None:
-    """Let this file know a module whose parameters are not simply all experts, or that FSDP may not shard."""
+    """Let this file know a module whose parameters are not simply all experts, or that FSDP may not shard.
+
+    The first one sets a hook, with which optimizers learn what belongs to experts.
+    """
+    global _has_hook
     with _lock:
         _modules.add(moe)
+        if not _has_hook:
+            register_optimizer_step_pre_hook(_before_step)
+            _has_hook = True
+
+
+def is_registered(moe: EPMoE) -> bool:
+    """Whether register() was called for a module."""
+    with _lock:
+        return moe in _modules
 
 
 def owners(of: Callable[[Tensor], Tensor | None] = lambda p: p) -> dict[int, EPMoE]:
@@ -398,7 +413,7 @@ def _before_load_state_dict(optimizer: torch.optim.Optimizer, state_dict: StateD
     return _map_states(optimizer, state_dict, own_part)
 
 
-def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the state dict of an optimizer hold the states of experts as DTensors, from its first step on.
 
     torch calls it before each step of each optimizer.
