@@ -98,7 +98,7 @@ class Layer:
         return self.moe(*self.inputs)
 
     def unfused(self):
-        return self.moe._unfused(self.moe.layer, *self.inputs, *self.moe._weights())[0]
+        return self.moe._in_stages(self.moe.layer, *self.inputs, *self.moe._weights())[0]
 
     def over(self, peer):
         """Compute the layer with a peer's all-to-alls and torch's GEMMs."""

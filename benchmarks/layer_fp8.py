@@ -69,10 +69,10 @@ class Pair:
         self.fp8.load_state_dict(self.plain.state_dict())
 
     def unfused(self):
-        return self.plain._unfused(self.op, self.x, self.idx, self.weight, *self.plain._weights())[0]
+        return self.plain._in_stages(self.op, self.x, self.idx, self.weight, *self.plain._weights())[0]
 
     def unfused_fp8(self):
-        return self.fp8._unfused(self.op, self.x, self.idx, self.weight, *self.fp8._weights())[0]
+        return self.fp8._in_stages(self.op, self.x, self.idx, self.weight, *self.fp8._weights())[0]
 
     def dispatched(self):
         """Return (rows, scales, row_weight, layout) in FP8."""
@@ -85,7 +85,7 @@ class Pair:
         offsets = layout.expert_offsets
         h = epmoe.grouped_gemm(plain, self.plain.gate_up_proj, offsets=offsets, activation="swiglu")
         results = {"16 bits": epmoe.grouped_gemm(h, self.plain.down_proj, offsets=offsets),
-                   "FP8": moe_fp8.compute(self.fp8, rows, scales, offsets)}
+                   "FP8": self.fp8._multiply(rows, scales, offsets, *self.fp8._weights())}
         squares = dict.fromkeys([*results, "of sums", "exact"], 0.0)
         ends = offsets.tolist()
         for e in sorted({0, len(ends) - 2}):
@@ -117,7 +117,7 @@ class Pair:
         with poisoned():
             y = self.fp8(self.x, self.idx, self.weight, decode=False)
             rows, scales, row_weight, layout = self.dispatched()
-            h = moe_fp8.compute(self.fp8, rows, scales, layout.expert_offsets)
+            h = self.fp8._multiply(rows, scales, layout.expert_offsets, *self.fp8._weights())
             again = self.op.combine(h, layout, row_weight)
             errors = self.errors()
         self.run.agree("" if torch.equal(y, again) else "FP8: the layer and its stages differ in their bits")

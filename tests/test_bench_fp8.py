@@ -8,7 +8,7 @@ import torch
 import epmoe
 from benchmarks import gemm_fp8
 from epmoe.a2a import fused
-from epmoe.moe import fp8 as moe_fp8
+from epmoe.moe import module as moe_module
 from bench_cases import on_the_cpu, run_command  # noqa: F401
 
 pytestmark = pytest.mark.cpu_only
@@ -96,8 +96,8 @@ def test_bench_layer_fp8_measures_times_and_errors():
 
 
 def test_bench_layer_fp8_finds_a_wrong_result(monkeypatch):
-    right = moe_fp8.grouped_gemm
-    for module in (moe_fp8, fused):
+    right = moe_module.grouped_gemm
+    for module in (moe_module, fused):
         monkeypatch.setattr(module, "grouped_gemm", lambda *a, **k: 1.1 * right(*a, **k))
     with pytest.raises(AssertionError, match="differ from float64"):
         run_command(LAYER)

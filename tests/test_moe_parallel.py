@@ -2,6 +2,9 @@
 
 import copy
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -438,3 +441,41 @@ def test_moe_expert_parameters_names_each_once():
         return sorted(got) == sorted(want)
 
     assert all(run_threads(main, 2))
+
+
+WRAPPED = """
+import threading
+import epmoe
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.nn.utils import clip_grad
+
+OWNERS = ((clip_grad, "_get_total_norm"), (clip_grad, "_clip_grads_with_norm_"), (FSDPParam, "__init__"),
+          (torch.amp.GradScaler, "unscale_"), (torch.amp.GradScaler, "_check_inf_per_device"))
+
+def functions():
+    return {name: getattr(owner, name) for owner, name in OWNERS}
+
+def make(world):
+    moe = epmoe.EPMoE(16, 16, 2, 1, world, max_tokens=1, dtype=torch.float32, device="cpu")
+    list(moe.named_children())  # as fully_shard does
+    moe.finalize()
+
+before = functions()
+make(epmoe.World())
+print(*sorted(n for n, f in functions().items() if f is not before[n]), sep=",")
+threads = [threading.Thread(target=make, args=(w,)) for w in epmoe.thread_worlds(2)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+print(*sorted(n for n, f in functions().items() if f is not before[n]), sep=",")
+"""
+
+
+@pytest.mark.parametrize("setting, wrapped", [
+    (None, "__init__,_check_inf_per_device,_clip_grads_with_norm_,_get_total_norm,unscale_"), ("0", "")])
+def test_moe_wraps_functions_of_torch_for_several_ranks_only(setting, wrapped):
+    environment = {name: value for name, value in os.environ.items() if name != "EPMOE_WRAP_TORCH"}
+    if setting is not None:
+        environment["EPMOE_WRAP_TORCH"] = setting
+    done = subprocess.run([sys.executable, "-c", WRAPPED], env=environment, capture_output=True, text=True)
+    assert done.stdout == f"\n{wrapped}\n", done.stderr

@@ -17,7 +17,7 @@ from ..comm.world import thread_worlds
 from ..gemm.activations import GptOss, SwiGLU, activate
 from ..gemm.grouped import grouped_gemm
 from ..moe import experts as experts_ops
-from ..torch_modes import is_watched, join_backward, requires_grad
+from ..torch_modes import is_watched, join_backward
 
 # The names of K in configurations.
 _TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -219,8 +219,8 @@ def compute(experts, layer, x, idx, weight):
         weights = up, up_bias, down, down_bias
         x = join_backward(x, weight, *weights)
         watched = is_watched()
-        takes = (activation is not None and not has_norm and experts_ops.takes(layer, up, down)
-                 and (not watched or requires_grad(x, weight, *weights)))
+        takes = (activation is not None and not has_norm
+                 and experts_ops.takes(layer, x, weight, weights, watched))
     except Exception as error:
         layer._refuse(_C.OP_PLAN, error, 0)
     if takes:

@@ -4,14 +4,22 @@ Such a checkpoint has, for each expert e, `e.gate_proj.weight`, `e.up_proj.weigh
 [out, in], and in FP8 also `weight_scale_inv` of each.  EPMoE has them in gate_up_proj and down_proj.
 """
 
+from __future__ import annotations
+
 import re
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor
 
 from ..gemm.activations import gpt_oss_numbers, is_gated
+from ..gemm.quantize import quantize_fp8_weight
 from ..torch_modes import writing
 from . import fp8
-from .shards import is_dtensor
+from .shards import StateDict, is_dtensor
+
+if TYPE_CHECKING:
+    from .module import EPMoE
 
 _KEY = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|weight_scale_inv|bias)")
 
@@ -23,24 +31,24 @@ class Staged:
     changes nothing.
     """
 
-    def __init__(self, moe):
-        self._stores = moe._parameters, moe._buffers
+    def __init__(self, moe: EPMoE) -> None:
+        self._stores: tuple[dict[str, Any], ...] = moe._parameters, moe._buffers
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._own = [dict(store) for store in self._stores]
         self._copies = [{name: self._copy(t) for name, t in own.items()} for own in self._own]
         for store, copies in zip(self._stores, self._copies):
             store.update(copies)
         return self
 
-    def _copy(self, t):
+    def _copy(self, t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
         with torch.no_grad():
             copy = t.detach().clone()
         return torch.nn.Parameter(copy, t.requires_grad) if isinstance(t, torch.nn.Parameter) else copy
 
-    def keep(self):
+    def keep(self) -> None:
         """Write what was loaded in place, except tensors that were assigned (assign=True)."""
         for store, own, copies in zip(self._stores, self._own, self._copies):
             for name, copy in copies.items():
@@ -52,12 +60,12 @@ class Staged:
                 with writing([own[name]]):
                     own[name].copy_(copy)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for store, own in zip(self._stores, self._own):
             store.update(own)
 
 
-def _parts(moe):
+def _parts(moe: EPMoE) -> dict[str, tuple[str, int, int]]:
     """Return {projection: (name of its parameter, which of its equal parts, how many parts)}."""
     if is_gated(moe.activation):
         return {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2),
@@ -68,12 +76,13 @@ def _parts(moe):
 class _Loader:
     """Copies the experts of a rank from a state dict that has them one by one."""
 
-    def __init__(self, moe, state_dict, prefix, missing, errors):
+    def __init__(self, moe: EPMoE, state_dict: StateDict, prefix: str, missing: list[str],
+                 errors: list[str]) -> None:
         self.moe, self.state_dict, self.prefix = moe, state_dict, prefix
         self.missing, self.errors = missing, errors
         self.parts = _parts(moe)
 
-    def run(self):
+    def run(self) -> set[str]:
         """Copy all, and return the keys that are of experts, on any rank."""
         known = {key for key in self.state_dict if self._is_known(key)}
         if not known:
@@ -94,14 +103,14 @@ class _Loader:
                     self._load_one(i, e, projection)
         return known
 
-    def _is_known(self, key):
+    def _is_known(self, key: str) -> bool:
         match = _KEY.fullmatch(key[len(self.prefix):]) if key.startswith(self.prefix) else None
         if match is None or int(match[1]) >= self.moe.num_experts or match[2] not in self.parts:
             return False
         return {"weight": True, "bias": self.moe.down_proj_bias is not None,
                 "weight_scale_inv": self.moe.is_fp8}[match[3]]
 
-    def _get(self, key, to):
+    def _get(self, key: str, to: Tensor) -> Tensor | None:
         """Return the tensor of a key if it has the shape of its destination."""
         t = self.state_dict.get(key)
         if t is None:
@@ -113,12 +122,12 @@ class _Loader:
             return t
         return None
 
-    def _at(self, name, i, projection):
+    def _at(self, name: str, i: int, projection: str) -> Tensor:
         """Return the part of a parameter, of the i-th expert of this rank, that a projection has."""
         _, part, num_parts = self.parts[projection]
         return getattr(self.moe, name)[i].detach().chunk(num_parts)[part]
 
-    def _load_one(self, i, e, projection):
+    def _load_one(self, i: int, e: int, projection: str) -> None:
         name, key = self.parts[projection][0], f"{self.prefix}{e}.{projection}."
         to = self._at(name, i, projection)
         t = self._get(key + "weight", to)
@@ -142,12 +151,12 @@ class _Loader:
             self.errors.append(f"{key}weight_scale_inv: is given, but the weights are {t.dtype}.")
             return
         else:
-            t, scales = (q[0] for q in fp8.quantize_fp8_weight(t.detach().to(to.device)[None]))
+            t, scales = (q[0] for q in quantize_fp8_weight(t.detach().to(to.device)[None]))
         to.copy_(t)
         to_scales.copy_(scales)
 
 
-def error_of_dtype(moe, t):
+def error_of_dtype(moe: EPMoE, t: Tensor) -> str | None:
     """Return what is wrong with the dtype of weights, or None.  torch would cast FP8 without its scales."""
     if t.dtype.itemsize != 1 or (moe.is_fp8 and t.dtype == fp8.E4M3):
         return None
@@ -157,7 +166,8 @@ def error_of_dtype(moe, t):
             f"weight_dtype=torch.float8_e4m3fn.")
 
 
-def load_experts(moe, state_dict, prefix, missing, errors):
+def load_experts(moe: EPMoE, state_dict: StateDict, prefix: str, missing: list[str],
+                 errors: list[str]) -> tuple[StateDict, StateDict]:
     """Load the experts of this rank from a state dict that has them one by one.
 
     Returns (what is left of the state dict, entries): the entries are the parameters themselves, where they
@@ -171,7 +181,7 @@ def load_experts(moe, state_dict, prefix, missing, errors):
     return left, {prefix + name: p for name, p in moe.named_parameters(recurse=False)}
 
 
-def quantized(moe, own, prefix, state_dict, errors):
+def quantized(moe: EPMoE, own: StateDict, prefix: str, state_dict: StateDict, errors: list[str]) -> None:
     """Quantise the entries of weights that are in 16 or 32 bits, for a module with weights in FP8.
 
     own: {key: what this rank keeps}; changed in place.
@@ -189,5 +199,5 @@ def quantized(moe, own, prefix, state_dict, errors):
                 errors.append(f"{key}{fp8.SCALE}: is given, but {name} is {t.dtype}.")
                 continue
             with torch.no_grad():
-                q, scales = fp8.quantize_fp8_weight(t.detach().to(p.device))
+                q, scales = quantize_fp8_weight(t.detach().to(p.device))
             own[key], own[key + fp8.SCALE] = q, scales

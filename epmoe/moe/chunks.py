@@ -1,18 +1,28 @@
 """In how many chunks an EPMoE over several nodes moves its tokens."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ..comm.nodes import Nodes
 from ..comm.rail import RESERVE_SMS
 from .cost_model import CHUNKS, Rates, Shape, predict
+
+if TYPE_CHECKING:
+    from ..a2a.internode.layer import InternodeLayer
+    from ..a2a.layer import EPAll2AllLayer
+    from ..comm.world import World
+    from .module import EPMoE
 
 MAX_CHUNKS = 64
 _SMS = 132  # of a GPU of Hopper
 
 
-def check_num_chunks(num_chunks):
+def check_num_chunks(num_chunks: Any) -> int | None:
     """Return num_chunks, None or 1 to 64.  Raises TypeError or ValueError."""
     if num_chunks is None:
         return None
@@ -23,7 +33,8 @@ def check_num_chunks(num_chunks):
     return num_chunks
 
 
-def choose_chunks(max_tokens, hidden, inner, num_experts, topk, num_nodes, local_size, trains=False):
+def choose_chunks(max_tokens: int, hidden: int, inner: int, num_experts: int, topk: int, num_nodes: int,
+                  local_size: int, trains: bool = False) -> int:
     """Return the number of chunks with the least time that cost_model.py predicts.
 
     A pure function of numbers that all ranks share.  With chunks, the node's kernels leave SMs to NCCL and so
@@ -55,7 +66,7 @@ def choose_chunks(max_tokens, hidden, inner, num_experts, topk, num_nodes, local
     whole = Rates()
     shared = dataclasses.replace(whole, gemm=whole.gemm * (1 - RESERVE_SMS / _SMS))
 
-    def seconds(c):
+    def seconds(c: int) -> float:
         total = 0.0
         for backward in (False, True)[: 1 + trains]:
             told = predict(shape, num_nodes, local_size, whole if c == 1 else shared, backward=backward,
@@ -66,18 +77,19 @@ def choose_chunks(max_tokens, hidden, inner, num_experts, topk, num_nodes, local
     return min(CHUNKS, key=seconds)
 
 
-def _check_fixed(num_chunks, rail_capacity):
+def _check_fixed(num_chunks: int | None, rail_capacity: int) -> None:
     if (num_chunks or 1) > 1:
         raise ValueError(f"num_chunks {num_chunks} with rail_capacity {rail_capacity}: exchanges of fixed "
                          f"sizes have one chunk: leave one of them out")
 
 
-def reserved_sms(num_chunks, world, rail_capacity, reserve_sms, sizes):
+def reserved_sms(num_chunks: int | None, world: World | Nodes, rail_capacity: int | None, reserve_sms: int,
+                 sizes: tuple[int, int, int, int, int]) -> int:
     """Return the reserve_sms of a new layer: with SMs for NCCL's kernels, if any call may have chunks.
 
     sizes: T, H, I, E and K.
     """
-    if getattr(world, "num_nodes", 1) == 1:
+    if not isinstance(world, Nodes) or world.num_nodes == 1:
         return reserve_sms
     if rail_capacity is not None:
         _check_fixed(num_chunks, rail_capacity)
@@ -85,15 +97,16 @@ def reserved_sms(num_chunks, world, rail_capacity, reserve_sms, sizes):
     if num_chunks == 1:
         return reserve_sms
     try:
-        sizes = *map(int, sizes), world.num_nodes, world.local_size
-        if num_chunks is None and all(choose_chunks(*sizes, trains) == 1 for trains in (False, True)):
+        t, h, i, e, k = map(int, sizes)
+        if num_chunks is None and all(choose_chunks(t, h, i, e, k, world.num_nodes, world.local_size, trains)
+                                      == 1 for trains in (False, True)):
             return reserve_sms
     except (TypeError, ValueError, ArithmeticError):  # the layer will say what is wrong with the sizes
         return reserve_sms
     return max(RESERVE_SMS, reserve_sms or 0)
 
 
-def check_layer(num_chunks, layer):
+def check_layer(num_chunks: int | None, layer: EPAll2AllLayer) -> None:
     """Check a layer that a module shares.  Raises ValueError."""
     if layer.rail_capacity is not None and getattr(layer, "num_nodes", 1) > 1:
         _check_fixed(num_chunks, layer.rail_capacity)
@@ -105,14 +118,15 @@ def check_layer(num_chunks, layer):
 _choose = functools.cache(choose_chunks)
 
 
-def chunks_of_call(moe, gradients):
+def chunks_of_call(moe: EPMoE, gradients: bool) -> int:
     """Return the number of chunks of a call: the same on all ranks that make the same call."""
-    layer = moe.layer
+    layer = cast("InternodeLayer", moe.layer)
     if layer.rail_capacity is not None or gradients and moe._has_other_gradients:
         return 1
     if moe.num_chunks is not None:
         return moe.num_chunks
     if layer.device.type == "cpu" or not layer.leaves_sms or gradients and layer.dtype == torch.float32:
         return 1
+    nodes = layer.world
     return _choose(layer.max_tokens // layer._copies, layer.hidden, moe.down_proj.shape[2], layer.num_experts,
-                   layer.topk * layer._copies, layer.num_nodes, layer.world.local_size, gradients)
+                   layer.topk * layer._copies, nodes.num_nodes, nodes.local_size, gradients)

@@ -9,8 +9,11 @@ at the rail's rate each. The GEMMs hide what the links inside a node move, unles
 The packing of rows and the last sum are not counted: they read and write memory, about 2 % of the time.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
+from collections.abc import Iterable
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
 SAVINGS = ("choice", "rank", "node")
@@ -52,12 +55,12 @@ class Rates:
     launch: float = 15e-6
 
 
-def _hit(pool, part, topk):
+def _hit(pool: int, part: int, topk: int) -> float:
     """Return the probability that `topk` distinct experts of `pool` include one of a given `part`."""
     return 1 - math.comb(pool - part, topk) / math.comb(pool, topk)
 
 
-def mean_nodes(nodes, experts, topk, limit=None):
+def mean_nodes(nodes: int, experts: int, topk: int, limit: int | None = None) -> float:
     """Return the expected number of nodes that hold an expert of a token.
 
     Args:
@@ -87,7 +90,8 @@ def mean_nodes(nodes, experts, topk, limit=None):
     return used * _hit(pool, experts // nodes, topk)
 
 
-def rows_leaving(nodes, local_ranks, experts, topk, saving="node", limit=None):
+def rows_leaving(nodes: int, local_ranks: int, experts: int, topk: int, saving: str = "node",
+                 limit: int | None = None) -> float:
     """Return the expected number of rows that leave a token's node, for each token.
 
     Args:
@@ -119,7 +123,7 @@ def rows_leaving(nodes, local_ranks, experts, topk, saving="node", limit=None):
     return away * (topk if saving == "choice" else _mean_ranks(nodes, local_ranks, experts, topk, limit))
 
 
-def _mean_ranks(nodes, local_ranks, experts, topk, limit):
+def _mean_ranks(nodes: int, local_ranks: int, experts: int, topk: int, limit: int | None) -> float:
     """Return the expected number of ranks that hold an expert of a token."""
     used = min(limit or nodes, nodes)
     here = experts // nodes
@@ -128,7 +132,8 @@ def _mean_ranks(nodes, local_ranks, experts, topk, limit):
     return used * parts * _hit(used * here, here // parts, topk)
 
 
-def schedule(out_s, team_s, own_s, home_s, chunks, latency_s=0.0, launch_s=0.0):
+def schedule(out_s: float, team_s: float, own_s: float, home_s: float, chunks: int, latency_s: float = 0.0,
+             launch_s: float = 0.0) -> float:
     """Return the time of the pipeline of one rank: the rail and the team work at the same time.
 
     Order on the rail: out 1, out 2, home 1, out 3, home 2, ..., home C. Order of the team: own tokens,
@@ -152,15 +157,16 @@ def schedule(out_s, team_s, own_s, home_s, chunks, latency_s=0.0, launch_s=0.0):
         (7.0, 5.0)
     """
     out, team, home = (s / chunks for s in (out_s, team_s, home_s))
-    arrived, rail, gpu = [], 0.0, own_s + launch_s
-    done = []
+    rail, gpu = 0.0, own_s + launch_s
+    arrived: list[float] = []  # when each chunk has arrived, and when the team has done it
+    done: list[float] = []
 
-    def send():
+    def send() -> None:
         nonlocal rail
         rail += out + latency_s
         arrived.append(rail)
 
-    def multiply():
+    def multiply() -> None:
         nonlocal gpu
         gpu = max(gpu, arrived[len(done)]) + team + launch_s
         done.append(gpu)
@@ -198,7 +204,8 @@ class Prediction:
     pipelined_s: float
 
 
-def team_seconds(shape, nodes, local_ranks, rates, share, limit=None, passes=1):
+def team_seconds(shape: Shape, nodes: int, local_ranks: int, rates: Rates, share: float,
+                 limit: int | None = None, passes: int = 1) -> float:
     """Return the time in which the team multiplies a share of a layer's rows. Balanced routing.
 
     Each half of a layer takes the time of its GEMMs or that of the links, whichever is longer. GEMMs read
@@ -222,15 +229,16 @@ def team_seconds(shape, nodes, local_ranks, rates, share, limit=None, passes=1):
     moved = (share * shape.tokens * _mean_ranks(nodes, local_ranks, shape.experts, shape.topk, limit)
              * (local_ranks - 1) / local_ranks * shape.hidden * 2 / rates.link)
 
-    def half(matrices):
+    def half(matrices: int) -> float:
         multiplied = passes * 2 * rows * matrix * matrices / rates.gemm
         return max(multiplied, passes * 2 * here * matrix * matrices / rates.memory, moved)
 
     return half(2) + half(1)
 
 
-def predict(shape, nodes, local_ranks, rates, saving="node", limit=None, home_bytes=2, backward=False,
-            team_s=None, chunks=CHUNKS):
+def predict(shape: Shape, nodes: int, local_ranks: int, rates: Rates, saving: str = "node",
+            limit: int | None = None, home_bytes: int = 2, backward: bool = False,
+            team_s: float | None = None, chunks: Iterable[int] = CHUNKS) -> Prediction:
     """Return the Prediction for one layer on one rank.
 
     Args:
@@ -266,7 +274,7 @@ def predict(shape, nodes, local_ranks, rates, saving="node", limit=None, home_by
     out_s, home_s = out_bytes / rates.rail, back_bytes / rates.rail
     plan_s = (meta / rates.rail + rates.rail_latency) if nodes > 1 and not backward else 0.0
 
-    def team(share):
+    def team(share: float) -> float:
         if team_s is not None:
             return share * passes * team_s
         return team_seconds(shape, nodes, local_ranks, rates, share, limit, passes)
@@ -278,7 +286,7 @@ def predict(shape, nodes, local_ranks, rates, saving="node", limit=None, home_by
     own = 1 / nodes
     times = {c: plan_s + schedule(out_s, c * team((1 - own) / c), team(own), home_s, c, latency_s, launch_s)
              for c in chunks}
-    best = min(times, key=times.get)
+    best = min(times, key=times.__getitem__)
     whole = team(1.0) + launch_s
     serial = plan_s + out_s + home_s + 2 * latency_s + whole
     return Prediction(rows, out_bytes + (0 if backward else meta), back_bytes, out_s, whole, home_s, serial,

@@ -1,13 +1,22 @@
 """When and how EPMoE uses LowLatencyAll2All: for layers of few tokens, where no gradient is wanted."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
+from torch import Tensor
 
 from .. import _C
 from ..a2a.low_latency import LowLatencyAll2All
 from ..errors import HeapExhausted
-from ..gemm.grouped import KERNELS, as_kernel, grouped_gemm
+from ..gemm.activations import Activation
+from ..gemm.grouped import KERNELS, as_kernel
 from ..torch_modes import is_traced, requires_grad
-from . import experts as experts_ops, fp8
+from . import experts as experts_ops
+
+if TYPE_CHECKING:
+    from ..a2a.layer import EPAll2AllLayer
 
 SPARE_BUFFERS = 32  # of the 256 communication buffers of a world
 
@@ -18,14 +27,15 @@ class _Path(LowLatencyAll2All):
     _spare_buffers = SPARE_BUFFERS
 
 
-def create(layer, max_tokens, kind=LowLatencyAll2All):
+def create(layer: EPAll2AllLayer, max_tokens: int,
+           kind: type[LowLatencyAll2All] = LowLatencyAll2All) -> LowLatencyAll2All:
     """Return a LowLatencyAll2All of a layer's shape, which uses no more SMs than the layer.  Collective."""
     return kind(layer.world, max_tokens, layer.hidden, layer.topk * layer._copies, layer.num_experts,
                 dtype=layer.dtype, device=layer.device, num_sm=layer._requested_num_sm,
                 reserve_sms=layer._config.reserve_sms)
 
 
-def path_of(layer, decode, is_fp8):
+def path_of(layer: EPAll2AllLayer, decode: bool | None, is_fp8: bool) -> LowLatencyAll2All | None:
     """Return the LowLatencyAll2All that a call uses, or None: the layer's stages.
 
     decode: as for EPMoE.forward.  All ranks must decide alike.  So the tensors of the call do not count, of
@@ -48,7 +58,7 @@ def path_of(layer, decode, is_fp8):
     return layer.low_latency
 
 
-def check_path(path, decode, *tensors):
+def check_path(path: LowLatencyAll2All | None, decode: Any, *tensors: Tensor | None) -> None:
     """Raise for a wrong `decode`, and for decode=True without a path, or where a gradient is wanted."""
     if not isinstance(decode, bool):
         raise TypeError(f"decode: wanted True, False or None, got {type(decode).__name__}")
@@ -61,29 +71,18 @@ def check_path(path, decode, *tensors):
                            "torch.no_grad(), outside of torch.compile")
 
 
-def run(moe, a2a, x, topk_idx, topk_weights, weights, at_once):
-    """Dispatch, the experts of moe, and combine through a2a.  at_once: in one call of the module."""
-    if at_once:
-        return _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights)
-    gate_up, gate_up_bias, down, down_bias = weights
-    rows, scales, _, handle = a2a.dispatch(x, topk_idx, topk_weights, fp8=moe.is_fp8, layout="compact")
-    try:
-        offsets = handle.expert_offsets
-        if moe.is_fp8:
-            y = fp8.compute(moe, rows, scales, offsets)
-        else:
-            h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias, activation=moe.activation)
-            y = grouped_gemm(h, down, offsets=offsets, bias=down_bias)
-    except Exception as error:
-        a2a._refuse(_C.OP_LL_COMBINE, error, handle.buffer)
-    return a2a.combine(y, handle)
+def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+        weights: experts_ops.Weights, activation: Activation) -> Tensor:
+    """Dispatch, apply the experts, and combine, in one call of the module.  Returns y [T, H].
 
-
-def _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights):
+    weights: as EPMoE._weights returns them, for which experts.takes says yes.
+    """
     gate_up, gate_up_bias, down, down_bias = weights
+    capacity = a2a.capacity
+    assert capacity is not None  # of a low-latency layer
     try:
         a2a._check_idle(_C.OP_LL_DISPATCH, 0)
-        kernel = type(moe.activation) is str and KERNELS.get(moe.activation) or as_kernel(moe.activation)
+        kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         allocate, hidden, inner = a2a._allocator(), a2a.hidden, down.shape[2]
         weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
         if gate_up_bias is not None or down_bias is not None:
@@ -92,8 +91,8 @@ def _run_at_once(moe, a2a, x, topk_idx, topk_weights, weights):
             x, weight, gate_up, gate_up_bias, down, down_bias)
         handle = allocate((a2a._handle_words,), (1,), torch.int32)
         counts = allocate((a2a.num_local_experts,), (1,), torch.int32)
-        rows = allocate((a2a.capacity, hidden), (hidden, 1), a2a.dtype)
-        a = allocate((a2a.capacity, inner), (inner, 1), a2a.dtype)
+        rows = allocate((capacity, hidden), (hidden, 1), a2a.dtype)
+        a = allocate((capacity, inner), (inner, 1), a2a.dtype)
         y = allocate((x.shape[0], hidden), (hidden, 1), a2a.dtype)
         # The second product writes into the rows, which the first has read by then.
         _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, handle,

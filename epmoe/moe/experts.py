@@ -10,8 +10,14 @@ Eager calls go through an autograd.Function.  Where something must see operators
 torch.ops.epmoe.experts and the two of its backward.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -20,9 +26,19 @@ from ..a2a.layer import ANY_ROOM, MOST_ROOMS, NO_ROOM, room_after
 from ..a2a.layout import EPLayout
 from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
 from ..comm.refusals import reported_after_plan, reporting
-from ..gemm.grouped import GATED, KERNELS, WGRAD, as_kernel
+from ..gemm.activations import Activation
+from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
 from ..gemm.weight_gradients import gradient_of, sink_of
 from ..torch_modes import check_mode, implement, is_watched, requires_grad
+
+if TYPE_CHECKING:
+    from ..a2a.layer import EPAll2AllLayer
+    from ..a2a.low_latency import LowLatencyAll2All
+
+# gate and up [L, N, H], their bias [L, N], down [L, H, I], its bias [L, H]
+Weights: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+_T = TypeVar("_T", Tensor, Tensor | None)
+_Gradients: TypeAlias = tuple[Tensor | None, ...]  # of x, weight, and of the four Weights
 
 lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
            "Tensor? down_bias, str layer, int buffer, SymInt num_rows, int activation, float alpha, float "
@@ -36,25 +52,31 @@ lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight,
 lib.define("sum_of_rows(Tensor g, Tensor? row_weight, Tensor offsets) -> Tensor")
 
 
-def takes(layer, gate_up, down):
-    """Whether the calls of a layer, or of a low-latency path, take this road with these weights.
+def takes(layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_weights: Tensor, weights: Weights,
+          watched: bool) -> bool:
+    """Whether `run` takes a call of a layer, or decode.run one of a low-latency path, with these weights.
 
-    A layer over several nodes does not: its rows come with the operations of the rail.
+    A layer over several nodes does not: its rows come with the operations of the rail.  Weights in FP8 have
+    other operations.  Where something watches, a call without gradients has operators that keep nothing for
+    a backward.
     """
+    gate_up, _, down, _ = weights
     return (layer.nodes is None and layer.dtype in (torch.bfloat16, torch.float16) and layer._copies == 1
+            and gate_up.dtype == layer.dtype
             and gate_up.dim() == down.dim() == 3 and gate_up.is_contiguous() and down.is_contiguous()
-            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
+            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:]))
+            and (not watched or requires_grad(x, topk_weights, *weights)))
 
 
-def _fits_kernels(*sizes):
+def _fits_kernels(*sizes: int) -> bool:
     """Whether the kernels take weights of these sizes."""
     return all(0 < n <= 1 << 24 and n % 16 == 0 for n in sizes)
 
 
-def run(layer, tokens, topk_idx, topk_weights, parameters, activation, as_operators=False):
+def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, parameters: Weights,
+        activation: Activation, as_operators: bool = False) -> tuple[Tensor, EPLayout]:
     """Plan, and apply the experts.  Returns (y, layout).
 
-    parameters: gate_up [L, N, H], its bias or None, down [L, H, I], its bias or None.
     as_operators: something must see operators.
     """
     layout = None
@@ -77,7 +99,8 @@ def run(layer, tokens, topk_idx, topk_weights, parameters, activation, as_operat
         layer._refuse(_C.OP_PLAN, error, 0)
 
 
-def _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation):
+def _run_as_operators(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+                      parameters: Weights, activation: Activation) -> tuple[Tensor, EPLayout]:
     layout, weight, num_rows = layer._prepare(_C.OP_PLAN, tokens, topk_idx, topk_weights, None, None, 0)
     y, rows, recv = _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation)
     layer._set_dispatched(layout, rows, recv)
@@ -85,7 +108,8 @@ def _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activat
 
 
 @reported_after_plan(_C.OP_DISPATCH)
-def _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation):
+def _run_planned(layer: EPAll2AllLayer, layout: EPLayout, tokens: Tensor, weight: Tensor | None,
+                 parameters: Weights, num_rows: int, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
     y, rows, _, _, recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
                                                   layout.buffer, num_rows, *as_kernel(activation))
     return y, rows, recv
@@ -94,7 +118,9 @@ def _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation
 # ---- calls of the module ----
 
 
-def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, keeps):
+def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
+             parameters: Weights, kernel: Kernel, num_rows: int,
+             keeps: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Run the experts.  Returns (y, rows, h, row_weight, recv).
 
     topk_idx: None if the plan is made already.  num_rows: -1 if only the plan has it.  keeps: for a backward.
@@ -109,10 +135,9 @@ def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, k
     num_tokens, hidden, columns, inner = x.shape[0], layer.hidden, gate_up.shape[1], down.shape[2]
     is_planned = topk_idx is None
     key = num_tokens.bit_length(), gate_up.data_ptr() if keeps else None
-    room = layer.capacity if num_rows < 0 else num_rows
-    knows = room is not None
-    if not knows:
-        room = layer._rooms.get(key, 0)
+    known = layer.capacity if num_rows < 0 else num_rows
+    knows = known is not None
+    room: int = layer._rooms.get(key, 0) if known is None else known
     is_hint = not knows and room != NO_ROOM  # room follows from earlier calls
     empty, dtype = layer._allocator(), layer.dtype
     recv = empty((layer._recv_words,), (1,), torch.int32)
@@ -149,13 +174,14 @@ def _forward(layer, x, topk_idx, weight, layout, parameters, kernel, num_rows, k
         layout._num_rows = found
         if layer.host_counts:  # the host waits for nothing: it knows the plan's number of rows already
             layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
-        if keeps and found < n:
+        if h is not None and found < n:
             for t in rows, row_weight, h:
                 t.resize_(found, *t.shape[1:])
     return y, rows, h, row_weight, recv
 
 
-def _down(layer, dy, plan, down, down_bias, h, row_weight, kernel, buffer):
+def _down(layer: EPAll2AllLayer, dy: Tensor, plan: Tensor, down: Tensor, down_bias: Tensor | None, h: Tensor,
+          row_weight: Tensor, kernel: Kernel, buffer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the first half of the backward.  Returns (g, d_h, weighted, dots): see protocol/ops.h."""
     n, columns = h.shape
     hidden, inner, dtype, empty = layer.hidden, down.shape[2], layer.dtype, layer._allocator()
@@ -171,8 +197,9 @@ def _down(layer, dy, plan, down, down_bias, h, row_weight, kernel, buffer):
     return g, d_h, weighted, dots
 
 
-def _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down, out_rows, d_gate_up, buffer,
-        num_tokens):
+def _up(layer: EPAll2AllLayer, d_h: Tensor, gate_up: Tensor, dots: Tensor, plan: Tensor, recv: Tensor,
+        rows: Tensor, g: Tensor, weighted: Tensor, d_down: Tensor | None, out_rows: Tensor,
+        d_gate_up: Tensor | None, buffer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Run the second half of the backward.  Returns (dx, gradient of the routing weights [T, K]).
 
     d_down, d_gate_up: where these gradients go, or None.  out_rows: for the rows of dx; may be g, whose
@@ -187,17 +214,17 @@ def _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down, out_ro
     return dx, d_weight
 
 
-def aligned_all(*tensors):
+def aligned_all(*tensors: Tensor | None) -> list[Any]:
     """Return what aligned does for each of the tensors."""
     return [t if t is None or t.data_ptr() % 16 == 0 else t.clone() for t in tensors]
 
 
-def bias_of(layer, bias):
+def bias_of(layer: EPAll2AllLayer | LowLatencyAll2All, bias: _T) -> _T:
     """Return a bias as the module takes it, or None."""
     return None if bias is None else bias.to(layer.dtype).contiguous()
 
 
-def _expert_of_row(offsets, num_rows):
+def _expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
     """Return [M]: the expert of each row, and L for a row of no expert."""
     row = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
     return (torch.searchsorted(offsets, row, right=True) - 1) % len(offsets)
@@ -210,7 +237,9 @@ class _Experts(torch.autograd.Function):
     """The experts of a training step."""
 
     @staticmethod
-    def forward(ctx, x, weight, gate_up, gate_up_bias, down, down_bias, layer, topk_idx, layout, kernel):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
+                down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, topk_idx: Tensor,
+                layout: EPLayout, kernel: Kernel) -> Tensor:
         parameters = gate_up, gate_up_bias, down, down_bias
         y, rows, h, row_weight, recv = _forward(layer, x, topk_idx, weight, layout, parameters, kernel, -1,
                                                 True)
@@ -220,11 +249,11 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> _Gradients:
         return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None, None, None, None
 
 
-def _backward(ctx, layer, dy, needed):
+def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool]) -> _Gradients:
     """Return the gradients of x, weight, gate_up, gate_up_bias, down and down_bias, those that are needed."""
     plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = saved_tensors(
         ctx, layer, _C.OP_DISPATCH, dy)
@@ -278,9 +307,11 @@ def _backward(ctx, layer, dy, needed):
 # ---- operators, for compilers ----
 
 
-def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, activation,
-                 alpha, limit, after=None):
-    layer, parameters = layer_of(layer), (gate_up, gate_up_bias, down, down_bias)
+def _run_experts(x: Tensor, weight: Tensor, plan: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
+                 down: Tensor, down_bias: Tensor | None, layer_id: str, buffer: int, num_rows: int,
+                 activation: int, alpha: float, limit: float,
+                 after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    layer, parameters = layer_of(layer_id), (gate_up, gate_up_bias, down, down_bias)
     layout = EPLayout(layer, plan, x.shape[0], buffer)
     try:
         kernel = activation, alpha, limit
@@ -292,22 +323,25 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
             raise
 
 
-def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, alpha, limit,
-                       after=None):
-    layer = layer_of(layer)
+def _run_backward_down(dy: Tensor, plan: Tensor, down: Tensor, down_bias: Tensor | None, h: Tensor,
+                       row_weight: Tensor, layer_id: str, buffer: int, activation: int, alpha: float,
+                       limit: float, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    layer = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH, buffer, plan):
         return _down(layer, dy, plan, down, down_bias, h, row_weight, (activation, alpha, limit), buffer)
 
 
-def _run_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
-    layer = layer_of(layer)
+def _run_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Tensor, plan: Tensor, recv: Tensor,
+                     layer_id: str, buffer: int, num_tokens: int,
+                     after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    layer = layer_of(layer_id)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         rows = layer._empty(len(d_h), layer.hidden)
         return _up(layer, d_h, gate_up, d_row_weight, plan, recv, rows, rows, d_h, None, rows, None, buffer,
                    num_tokens)
 
 
-def _run_sum_of_rows(g, row_weight, offsets):
+def _run_sum_of_rows(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> Tensor:
     """Return the sum [L, N] of each expert's rows of g, times their weights: WGRAD with one other column."""
     column = g.new_ones(g.shape[0]) if row_weight is None else row_weight.to(g.dtype)
     columns = F.pad(column[:, None], (0, 15))
@@ -320,8 +354,10 @@ for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_back
 
 
 @register_fake("experts")
-def _(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, *_, **__):
-    layer = layer_of(layer)
+def _(x: Tensor, weight: Tensor, plan: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+      down_bias: Tensor | None, layer_id: str, buffer: int, num_rows: int, *_: Any,
+      **__: Any) -> tuple[Tensor, ...]:
+    layer = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     like = x.new_empty(0, dtype=layer.dtype)
     return (like.new_empty(x.shape[0], layer.hidden), like.new_empty(num_rows, layer.hidden),
@@ -330,26 +366,28 @@ def _(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, nu
 
 
 @register_fake("experts_backward_down")
-def _(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, *_, **__):
-    like = dy.new_empty(0, dtype=layer_of(layer).dtype)
+def _(dy: Tensor, plan: Tensor, down: Tensor, down_bias: Tensor | None, h: Tensor, row_weight: Tensor,
+      layer_id: str, buffer: int, activation: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+    like = dy.new_empty(0, dtype=layer_of(layer_id).dtype)
     columns = h.shape[1] // (2 if activation in GATED else 1)
     return (like.new_empty(h.shape[0], down.shape[1]), torch.empty_like(h),
             like.new_empty(h.shape[0], columns), dy.new_empty(h.shape[0], dtype=torch.float32))
 
 
 @register_fake("experts_backward_up")
-def _(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
-    layer = layer_of(layer)
+def _(d_h: Tensor, gate_up: Tensor, d_row_weight: Tensor, plan: Tensor, recv: Tensor, layer_id: str,
+      buffer: int, num_tokens: int, after: Tensor | None = None) -> tuple[Tensor, ...]:
+    layer = layer_of(layer_id)
     return (d_h.new_empty(num_tokens, layer.hidden),
             d_h.new_empty(num_tokens, layer.topk, dtype=torch.float32))
 
 
 @torch.library.register_fake("epmoe::sum_of_rows", lib=lib)
-def _(g, row_weight, offsets):
+def _(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> Tensor:
     return g.new_empty(offsets.shape[0] - 1, g.shape[1])
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, *ctx.kernel, _ = inputs
     _, rows, h, row_weight, recv = output
     ctx.num_tokens = x.shape[0]
@@ -359,7 +397,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)
 
 
-def _backward_of_operator(ctx, dy, *_):
+def _backward_of_operator(ctx: Any, dy: Tensor, *_: Any) -> _Gradients:
     needed = ctx.needs_input_grad
     x, weight, *of_parameters = _backward(ctx, layer_of(ctx.layer_id), dy, [*needed[:2], *needed[3:7]])
     return x, weight, None, *of_parameters, *[None] * 7

@@ -1,24 +1,33 @@
-"""EPMoE with weights in FP8: what is checked, and how its experts are computed.  There are no gradients.
+"""EPMoE with weights in FP8: what is checked, and how weights are quantised.  There are no gradients.
 
 The weights are those of FP8 checkpoints: numbers of float8_e4m3fn, and a scale in float32 for each block of
 128 by 128.  Tokens are quantised before they are sent, with a scale for each 128 numbers of a row.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
+from torch import Tensor
 
 from ..comm.device import integer
 from ..comm.refusals import check_plain
-from ..gemm.activations import gpt_oss_numbers, is_gated
-from ..gemm.grouped import FP8_BLOCK, as_kernel, grouped_gemm
-from ..gemm.quantize import quantize_fp8, quantize_fp8_weight
+from ..gemm.activations import Activation, gpt_oss_numbers, is_gated
+from ..gemm.grouped import FP8_BLOCK, as_kernel
+from ..gemm.quantize import quantize_fp8_weight
 from ..torch_modes import requires_grad
+
+if TYPE_CHECKING:
+    from .module import EPMoE
 
 E4M3 = torch.float8_e4m3fn
 WEIGHTS = ("gate_up_proj", "down_proj")  # the parameters that have scales
 SCALE = "_scale_inv"  # what the name of its scales has after that of a parameter
 
 
-def check_weight_dtype(weight_dtype, dtype, hidden, inner, activation):
+def check_weight_dtype(weight_dtype: torch.dtype | None, dtype: torch.dtype, hidden: int, inner: int,
+                       activation: Activation) -> torch.dtype:
     """Return the dtype of the weights, or raise for one that EPMoE does not have with these sizes."""
     if weight_dtype in (None, dtype):
         return dtype
@@ -35,19 +44,19 @@ def check_weight_dtype(weight_dtype, dtype, hidden, inner, activation):
     return E4M3
 
 
-def scales_shape(shape):
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the scales of weights of a shape [L, N, K]."""
     return (shape[0], *(-(-size // FP8_BLOCK) for size in shape[1:]))
 
 
-def put(moe, name, i, numbers):
+def put(moe: EPMoE, name: str, i: int, numbers: Tensor) -> None:
     """Quantise the numbers [N, K] of an expert, and make them those of the i-th expert of this rank."""
     q, scales = quantize_fp8_weight(numbers[None])
     getattr(moe, name)[i] = q[0]
     getattr(moe, name + SCALE)[i] = scales[0]
 
 
-def _check_parameter(name, p, device):
+def _check_parameter(name: str, p: Any, device: torch.device) -> None:
     if not isinstance(p, torch.Tensor):
         raise TypeError(f"{name} of the module: wanted a tensor, got {type(p).__name__}")
     check_plain(name, p)
@@ -55,7 +64,7 @@ def _check_parameter(name, p, device):
         raise ValueError(f"{name} is on {p.device}, but the module was created on {device}: move it back")
 
 
-def check_parameters(moe):
+def check_parameters(moe: EPMoE) -> None:
     """Raise an error if the parameters of a module are not as created, or its activation is unknown."""
     if not torch.compiler.is_compiling():
         as_kernel(moe.activation)
@@ -72,32 +81,8 @@ def check_parameters(moe):
                         f"instead of casting it")
 
 
-def check_gradients(moe, x, topk_weights):
+def check_gradients(moe: EPMoE, x: Tensor, topk_weights: Tensor) -> None:
     """Raise RuntimeError where a gradient is wanted of experts in FP8."""
     if requires_grad(x, topk_weights, *moe.parameters(recurse=False)):
         raise RuntimeError("an EPMoE with weights in FP8 has no gradients: call it under torch.no_grad(), or "
                            "make it without weight_dtype for training, in 16 bits")
-
-
-def compute(moe, rows, scales, offsets):
-    """Compute the experts of a rank for rows [M, H] in FP8 with scales [M, H / 128]; return [M, H]."""
-    h = grouped_gemm(rows, moe.gate_up_proj, offsets=offsets, bias=moe.gate_up_proj_bias,
-                     activation=moe.activation, a_scale=scales, b_scale=moe.gate_up_proj_scale_inv,
-                     out_dtype=moe.layer.dtype)
-    h, scales = quantize_fp8(h, num_rows=offsets[-1:])
-    return grouped_gemm(h, moe.down_proj, offsets=offsets, bias=moe.down_proj_bias, a_scale=scales,
-                        b_scale=moe.down_proj_scale_inv, out_dtype=moe.layer.dtype)
-
-
-def run(layer, x, topk_idx, topk_weights, weights, scales, activation):
-    """Apply the experts through an EpAll2AllFusedOp: dispatch and gate and up, then down and combine.
-
-    weights: gate and up, their bias or None, down, its bias or None.  scales: of gate and up, of down.
-    Returns (y, layout).
-    """
-    gate_up, gate_up_bias, down, down_bias = weights
-    h, row_weight, layout = layer.mega_dispatch_group_gemm(
-        x, topk_idx, weight=topk_weights, gemm_weight=gate_up, bias=gate_up_bias, activation=activation,
-        gemm_scale=scales[0])
-    return layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias,
-                                         gemm_scale=scales[1]), layout

@@ -6,32 +6,54 @@ otherwise.  Without the checks the results would be wrong, and no error would te
 torch takes plain gradients for replicas, which are equal on all ranks.  It computes their norm, to clip them,
 and GradScaler looks for infinities in them, on each rank by itself.  With different experts the ranks would
 get different results: one scales the shared parameters otherwise than the others, or skips a step alone.
-torch has no hooks there.  So the first EPMoE with some of the experts wraps the functions below.  They do
-what they did before for gradients without experts.
+torch has no hooks there.  So this file wraps functions of torch.  They do what they did before for gradients
+and parameters without experts.
+
+| function | what the wrapper adds |
+|---|---|
+| torch.nn.utils.clip_grad._get_total_norm | the norm is over the experts of all ranks |
+| torch.nn.utils.clip_grad._clip_grads_with_norm_ | gradients on different meshes are scaled apart |
+| torch.amp.GradScaler.unscale_, ._check_inf_per_device | an infinity on one rank counts on all ranks |
+| FSDPParam.__init__ of FSDP2 | sharding over ranks with different experts is an error |
+
+The first four are wrapped when a process creates its first EPMoE of several ranks.  FSDPParam is wrapped when
+fully_shard visits an EPMoE whose parameters it may not shard over all ranks.  With EPMOE_WRAP_TORCH=0 nothing
+is wrapped.
 """
+
+from __future__ import annotations
 
 import functools
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import shards
-from .shards import before_step, is_dtensor, is_spread, learn_mesh, of_ranks, owners
+from .shards import is_dtensor, is_spread, learn_mesh, of_ranks, owners
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    from .module import EPMoE
 
 _lock = threading.Lock()  # ranks may be threads
 _is_installed = False
 
 
-def _ranks(group):
+def _ranks(group: ProcessGroup | None) -> set[int]:
     return set(dist.get_process_group_ranks(group))
 
 
-def check_ddp(moe, ddp):
+def check_ddp(moe: EPMoE, ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError if DistributedDataParallel averages the experts of `moe`, and must not."""
     world, own = moe.layer.world, {id(t) for t in shards.tensors(moe)}
     managed = {id(t) for t in (*ddp._module_parameters, *ddp.modules_buffers)}
@@ -55,11 +77,13 @@ def check_ddp(moe, ddp):
                                f"the module that has it, before epmoe.prepare_ddp(model)")
 
 
-def _leaves(moe):
+def _leaves(moe: EPMoE) -> list[Tensor]:
     """Return the tensors from which the weights of an EPMoE are computed, as autograd knows them."""
     names = "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"
     grad_fns = [getattr(getattr(moe, name), "grad_fn", None) for name in names]
-    nodes, seen, leaves = [node for node in grad_fns if node is not None], set(), []
+    nodes: list[Any] = [node for node in grad_fns if node is not None]
+    seen: set[Any] = set()
+    leaves: list[Tensor] = []
     while nodes:
         node = nodes.pop()
         if hasattr(node, "variable"):
@@ -70,7 +94,7 @@ def _leaves(moe):
     return leaves
 
 
-def check_sharded(moe, name, value):
+def check_sharded(moe: EPMoE, name: str, value: DTensor) -> None:
     """Raise ValueError if FSDP shards a parameter over ranks that hold different experts.
 
     value: What FSDP has set in the place of the parameter.
@@ -93,7 +117,7 @@ def check_sharded(moe, name, value):
     learn_mesh(moe, mesh)
 
 
-def check_flat(moe):
+def check_flat(moe: EPMoE) -> None:
     """Raise RuntimeError if a tensor of the experts of `moe` is a part of the flat parameter of FSDP1."""
     held = (t for root in shards.roots(moe) for _, m in shards.modules_below(root)
             for t in (*m._parameters.values(), *m.__dict__.values()) if isinstance(t, torch.Tensor))
@@ -103,30 +127,29 @@ def check_flat(moe):
                            "fully_shard(epmoe.prepare_fsdp(model))")
 
 
-# ---- functions of torch that compute with all gradients ----
+# ---- functions of torch ----
 
 
-def _may_wrap():
+def _may_wrap() -> bool:
     """Whether torch may be wrapped: EPMOE_WRAP_TORCH=0 forbids it."""
     return os.environ.get("EPMOE_WRAP_TORCH", "") != "0"
 
 
-def install():
-    """Wrap the functions, once in a process."""
+def install() -> None:
+    """Wrap the functions that compute with all gradients, once in a process."""
     global _is_installed
     with _lock:
         if _is_installed or not _may_wrap():
             return
-        register_optimizer_step_pre_hook(before_step)
         clip_grad._get_total_norm = _over_experts(clip_grad._get_total_norm)
         clip_grad._clip_grads_with_norm_ = _mesh_by_mesh(clip_grad._clip_grads_with_norm_)
-        scaler = torch.amp.GradScaler
+        scaler: Any = torch.amp.GradScaler  # mypy knows no assignment to a method
         scaler.unscale_ = _of_all_ranks(scaler.unscale_)
         scaler._check_inf_per_device = _of_all_ranks(scaler._check_inf_per_device)
         _is_installed = True
 
 
-def install_fsdp():
+def install_fsdp() -> None:
     """Let FSDP2 refuse to shard the tensors of experts over ranks with different ones, once in a process.
 
     Its module takes seconds to import, so this does nothing where it is not imported.
@@ -137,11 +160,11 @@ def install_fsdp():
             sharded.__init__ = _without_experts(sharded.__init__)
 
 
-def _without_experts(init):
+def _without_experts(init: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap FSDPParam.__init__, which shards a parameter."""
 
     @functools.wraps(init)
-    def wrapper(self, param, *args, **kwargs):
+    def wrapper(self: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> None:
         moe = owners().get(id(param))
         init(self, param, *args, **kwargs)
         if moe is not None:
@@ -150,9 +173,11 @@ def _without_experts(init):
     return wrapper
 
 
-def _by_world(grads, known):
+def _by_world(grads: Iterable[Tensor],
+              known: Mapping[int, EPMoE]) -> tuple[list[tuple[EPMoE, list[Tensor]]], list[Tensor]]:
     """Return [(an EPMoE of a world, the gradients of the experts of this world)], and the other gradients."""
-    worlds, others = {}, []
+    worlds: dict[int, tuple[EPMoE, list[Tensor]]] = {}
+    others: list[Tensor] = []
     for grad in grads:
         if (moe := known.get(id(grad))) is None:
             others.append(grad)
@@ -161,11 +186,12 @@ def _by_world(grads, known):
     return list(worlds.values()), others
 
 
-def _over_experts(get_total_norm):
+def _over_experts(get_total_norm: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function with which torch.nn.utils.clip_grad_norm_ computes the norm of gradients."""
 
     @functools.wraps(get_total_norm)
-    def wrapper(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+    def wrapper(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, error_if_nonfinite: bool = False,
+                foreach: bool | None = None) -> Tensor:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         worlds, others = _by_world(tensors, owners(lambda p: p.grad))
         if not worlds:
@@ -181,19 +207,20 @@ def _over_experts(get_total_norm):
     return wrapper
 
 
-def _alike(tensors, grads):
+def _alike(tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[list[Tensor]]:
     """Return lists of tensors whose gradients torch can take together: plain ones, and of each mesh."""
-    lists = {}
+    lists: dict[Any, list[Tensor]] = {}
     for t, grad in zip(tensors, grads):
         lists.setdefault(getattr(grad, "device_mesh", None), []).append(t)
     return list(lists.values())
 
 
-def _mesh_by_mesh(clip_grads_with_norm_):
+def _mesh_by_mesh(clip_grads_with_norm_: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function with which clip_grad_norm_ scales gradients.  FSDP shards experts on another mesh."""
 
     @functools.wraps(clip_grads_with_norm_)
-    def wrapper(parameters, max_norm, total_norm, foreach=None):
+    def wrapper(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor,
+                foreach: bool | None = None) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         params = [p for p in params if p.grad is not None]
         for alike in _alike(params, [p.grad for p in params]):
@@ -202,7 +229,8 @@ def _mesh_by_mesh(clip_grads_with_norm_):
     return wrapper
 
 
-def _norms(get_total_norm, grads, norm_type, foreach):
+def _norms(get_total_norm: Callable[..., Any], grads: Sequence[Tensor], norm_type: float,
+           foreach: bool | None) -> list[Tensor]:
     """Return norms that together have the norm of the gradients; of sharded ones over all shards."""
     norms = []
     for alike in _alike(grads, grads):
@@ -211,11 +239,11 @@ def _norms(get_total_norm, grads, norm_type, foreach):
     return norms
 
 
-def _of_all_ranks(find_infinities):
+def _of_all_ranks(find_infinities: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of GradScaler that looks for infinities in the gradients of an optimizer."""
 
     @functools.wraps(find_infinities)
-    def wrapper(self, optimizer):
+    def wrapper(self: Any, optimizer: torch.optim.Optimizer) -> Any:
         found = find_infinities(self, optimizer)
         if self.is_enabled():
             own = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()

@@ -1,35 +1,57 @@
 """EPMoE: the experts of a Mixture-of-Experts layer, spread over the ranks; a drop-in for a model's own."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from ..a2a.base import refuse_layer, together, world_of
 from ..a2a.fused import EpAll2AllFusedOp
+from ..a2a.low_latency import LowLatencyAll2All
 from ..comm.device import integer
 from ..comm.refusals import check_plain
 from ..errors import EpMismatch
-from ..gemm.activations import is_gated
+from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import grouped_gemm, is_transposed
+from ..gemm.quantize import quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
-from ..torch_modes import is_watched, join_backward, requires_grad
+from ..torch_modes import is_watched, join_backward
 from . import checkpoint, chunks, decode as decoding, experts as experts_ops, fp8, guards, placement, shards
+from .experts import Weights
 from .placement import ExpertMap, check_num_physical
+from .shards import StateDict
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..a2a.internode.layer import InternodeLayer
+    from ..a2a.internode.plan import NodesLayout
+    from ..a2a.layer import EPAll2AllLayer
+    from ..a2a.layout import EPLayout
+    from ..comm.heap import SymmetricHeap
+    from ..comm.nodes import Nodes
+    from ..comm.world import World
 
 _DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 _WEIGHTS = ("gate_up_proj", "down_proj")  # biases have ordinary gradients
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+Layout: TypeAlias = "EPLayout | NodesLayout"
+_T = TypeVar("_T", Tensor, Tensor | None)
 _DEFAULTS = inspect.signature(EpAll2AllFusedOp).parameters
 
 
-def agree(world, mine):
+def agree(world: World | Nodes, mine: str) -> None:
     """Raise EpMismatch on all ranks if they have different experts.  Collective.
 
     The layer does not know these arguments.  Without this check different experts would give wrong sums.
@@ -37,12 +59,13 @@ def agree(world, mine):
     descriptions = world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
     for rank, its in enumerate(descriptions):
         if its != descriptions[0]:
-            its, first = (d.decode(errors="replace").rstrip() for d in (its, descriptions[0]))
-            raise EpMismatch(f"ranks disagree: rank {rank} has experts of {its}, rank 0 of "
+            other, first = (d.decode(errors="replace").rstrip() for d in (its, descriptions[0]))
+            raise EpMismatch(f"ranks disagree: rank {rank} has experts of {other}, rank 0 of "
                              f"{first}. Create the module with the same arguments on all ranks.")
 
 
-def check_shared(layer, hidden, topk, num_physical, dtype):
+def check_shared(layer: EPAll2AllLayer, hidden: int, topk: int, num_physical: int,
+                 dtype: torch.dtype) -> None:
     """Raise ValueError if a module has other sizes than the layer that it shares."""
     for name, got, want in (("hidden", hidden, layer.hidden), ("topk", topk, layer.topk * layer._copies),
                             ("physical experts", num_physical, layer.num_experts),
@@ -51,7 +74,7 @@ def check_shared(layer, hidden, topk, num_physical, dtype):
             raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
 
 
-def as_rows(layer, x, topk_idx, topk_weights):
+def as_rows(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> list[Tensor]:
     """Return the three as [T, size], contiguous."""
     topk = layer.topk * layer._copies
     given = ("x", x, layer.hidden), ("topk_idx", topk_idx, topk), ("topk_weights", topk_weights, topk)
@@ -60,7 +83,7 @@ def as_rows(layer, x, topk_idx, topk_weights):
             for name, t, size in given]
 
 
-def flatten(name, t, size):
+def flatten(name: str, t: Any, size: int) -> Tensor:
     """Return [.., size] as [T, size], contiguous."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
@@ -76,7 +99,7 @@ def flatten(name, t, size):
     return t.reshape(-1, size).contiguous()
 
 
-def unflatten(t, shape):
+def unflatten(t: Tensor, shape: torch.Size) -> Tensor:
     """Return t [T, H], which nothing else refers to, as [.., H].
 
     Not as a view for autograd, because FSDP's hooks fail on `y += ...` of a view.
@@ -84,7 +107,7 @@ def unflatten(t, shape):
     return torch.ops.aten._unsafe_view(t, (*shape[:-1], t.shape[-1]))
 
 
-def check(layer, most, x, topk_idx, topk_weights):
+def check_rows(layer: EPAll2AllLayer, most: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
     """Check what flatten has returned.  The layer would refuse it too, but under other names.
 
     most: The most tokens of a call.
@@ -107,7 +130,7 @@ def check(layer, most, x, topk_idx, topk_weights):
         raise ValueError(f"x has {x.shape[0]} tokens: must be at most max_tokens, {most}")
 
 
-def _check_strides(**weights):
+def _check_strides(**weights: Tensor) -> None:
     """Check what the layer would refuse, too, but under another name."""
     for name, t in weights.items():
         if not (t.is_contiguous() or t.dim() == 3 and is_transposed(t)):
@@ -119,13 +142,49 @@ class _ScaledGradient(torch.autograd.Function):
     """The identity, whose gradient is multiplied by a number."""
 
     @staticmethod
-    def forward(ctx, t, scale):
+    def forward(ctx: Any, t: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
         return t.view_as(t)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.scale, None
+
+
+class EPMoEOptions(TypedDict, total=False):
+    """The options of EPMoE that EPMoE.from_experts takes; it finds the sizes and the activation itself."""
+
+    max_tokens: int
+    dtype: torch.dtype
+    device: torch.device | str | None
+    bias: bool
+    layer: EPAll2AllLayer | None
+    num_physical: int | None
+    weight_dtype: torch.dtype | None
+    delay_wgrad_compute: bool
+    fuse_wgrad_accumulation: bool
+    num_chunks: int | None
+    capacity: int | None
+    rank: int | None
+    world_size: int | None
+    local_world_size: int | None
+    num_sm: int | None
+    enable_local_combine: bool
+    combine_mode: str
+    num_tail_sms: int
+    num_reduce_sms: int | None
+    token_saving: bool
+    token_sorting: bool
+    block_wise_barrier: bool
+    combine_order: str
+    fused: bool | None
+    host_counts: bool
+    num_buffers: int
+    reserve_sms: int
+    heap: SymmetricHeap | None
+    timeout_s: float | None
+    rail_dtype: torch.dtype | None
+    rail_capacity: int | None
 
 
 class EPMoE(nn.Module):
@@ -232,11 +291,35 @@ class EPMoE(nn.Module):
         >>> moe.finalize()
     """
 
-    _adopted = ()  # modules whose tensors belong to the experts, too
+    gate_up_proj: nn.Parameter
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_proj_bias: nn.Parameter | None
+    gate_up_proj_scale_inv: nn.Parameter  # these two only in FP8
+    down_proj_scale_inv: nn.Parameter
+    activation: Activation
+    weight_dtype: torch.dtype
+    is_fp8: bool
+    num_experts: int
+    num_chunks: int | None
+    layer: EPAll2AllLayer
+    expert_map: ExpertMap | None
+    gradient_scale: float
+    last_layout: Layout | None
+    _adopted: tuple[nn.Module, ...] = ()  # modules whose tensors belong to the experts, too
+    _weight_gradients: WeightGradients | None  # where the gradients of the weights go, if not to .grad
+    _checked_ddp: int  # id of the DistributedDataParallel that was checked
+    _holds: list[int]  # the logical experts of all physical ones, or -1
+    _held: list[int]  # those of this rank
+    _is_home: bool  # whether each expert is where state dicts have it
 
-    def __init__(self, hidden: int, inner: int, num_experts: int, topk: int, ep_group: Any = None,
-                 activation: Any = "swiglu", *, max_tokens: int = 4096, dtype: torch.dtype = torch.bfloat16,
-                 device: Any = None, bias: bool = False, layer: Any = None, num_physical: int | None = None,
+    # ---- creation ----
+
+    def __init__(self, hidden: int, inner: int, num_experts: int, topk: int,
+                 ep_group: World | Nodes | ProcessGroup | DeviceMesh | None = None,
+                 activation: Activation = "swiglu", *, max_tokens: int = 4096,
+                 dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
+                 bias: bool = False, layer: EPAll2AllLayer | None = None, num_physical: int | None = None,
                  weight_dtype: torch.dtype | None = None, delay_wgrad_compute: bool = False,
                  fuse_wgrad_accumulation: bool = False, num_chunks: int | None = None,
                  capacity: int | None = None, rank: int | None = None, world_size: int | None = None,
@@ -245,10 +328,11 @@ class EPMoE(nn.Module):
                  num_reduce_sms: int | None = None, token_saving: bool = True, token_sorting: bool = True,
                  block_wise_barrier: bool = True, combine_order: str = "fuse_scatter",
                  fused: bool | None = None, host_counts: bool = False, num_buffers: int = 1,
-                 reserve_sms: int = 0, heap: Any = None, timeout_s: float | None = None,
-                 rail_dtype: torch.dtype | None = None, rail_capacity: int | None = None) -> None:
+                 reserve_sms: int = 0, heap: SymmetricHeap | None = None,
+                 timeout_s: float | None = None, rail_dtype: torch.dtype | None = None,
+                 rail_capacity: int | None = None) -> None:
         super().__init__()
-        options = {
+        options: dict[str, Any] = {
             "capacity": capacity, "rank": rank, "world_size": world_size,
             "local_world_size": local_world_size, "num_sm": num_sm,
             "enable_local_combine": enable_local_combine, "combine_mode": combine_mode,
@@ -257,11 +341,11 @@ class EPMoE(nn.Module):
             "combine_order": combine_order, "fused": fused, "host_counts": host_counts,
             "num_buffers": num_buffers, "reserve_sms": reserve_sms, "heap": heap, "timeout_s": timeout_s,
             "rail_dtype": rail_dtype, "rail_capacity": rail_capacity}
-        given = layer is not None and [n for n, v in options.items() if v != _DEFAULTS[n].default]
-        if given:
+        given = [n for n, v in options.items() if v != _DEFAULTS[n].default]
+        if given and layer is not None:
             raise TypeError(f"{', '.join(given)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
-        world = None if layer is not None else world_of(ep_group, heap, timeout_s, local_world_size)
+        world = layer.world if layer is not None else world_of(ep_group, heap, timeout_s, local_world_size)
         try:
             self._weight_gradients = None
             if delay_wgrad_compute or fuse_wgrad_accumulation:
@@ -273,33 +357,32 @@ class EPMoE(nn.Module):
             if inner < 1:
                 raise ValueError(f"inner {inner}: must be positive")
             num_experts = integer("num_experts", num_experts)
-            num_physical = check_num_physical(num_experts, (world or layer.world).size, num_physical)
+            num_physical = check_num_physical(num_experts, world.size, num_physical)
             weight_dtype = fp8.check_weight_dtype(weight_dtype, dtype, hidden, inner, activation)
             if weight_dtype == fp8.E4M3 and self._has_other_gradients:
                 raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation: weights in FP8 have no "
                                  "gradients: leave these options out")
-            if world is not None:
-                sizes = max_tokens, hidden, inner, num_physical, topk
-                reserve_sms = chunks.reserved_sms(self.num_chunks, world, rail_capacity, reserve_sms, sizes)
+            if layer is None:
+                reserve_sms = chunks.reserved_sms(self.num_chunks, world, rail_capacity, reserve_sms,
+                                                  (max_tokens, hidden, inner, num_physical, topk))
         except Exception as error:
-            if world is not None:
+            if layer is None:
                 refuse_layer(world, heap, error)
             raise
         self.activation = activation
         self.weight_dtype = weight_dtype
         self.is_fp8 = weight_dtype == fp8.E4M3
         self.num_experts = num_experts
-        sizes = halves * inner, inner
         if layer is not None:
             check_shared(layer, hidden, topk, num_physical, dtype)
             chunks.check_layer(self.num_chunks, layer)
-            self._make(layer, *sizes, bias)
+            self._make(layer, halves * inner, inner, bias)
         else:
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_physical,
                                      dtype=dtype, device=device, **options | {"reserve_sms": reserve_sms})
             try:
                 with together(layer.world):
-                    self._make(layer, *sizes, bias)
+                    self._make(layer, halves * inner, inner, bias)
                 agree(layer.world, f"inner {inner}, activation {activation!r}, bias {bias}, num_experts "
                                    f"{num_experts}, weight_dtype {weight_dtype}, num_chunks {num_chunks}")
             except Exception:
@@ -308,7 +391,7 @@ class EPMoE(nn.Module):
                 raise
         self._register()
 
-    def _make(self, layer, wide, inner, bias):
+    def _make(self, layer: EPAll2AllLayer, wide: int, inner: int, bias: bool) -> None:
         """Make what a module has beside its layer.  wide: the rows of gate_up_proj of an expert."""
         self.layer = layer
         layer.is_of_module = True
@@ -317,15 +400,27 @@ class EPMoE(nn.Module):
         self._use_map(home, home.physical_to_logical_map.tolist())
         self.gradient_scale = 1.0
         self.last_layout = None
-        self._checked_ddp = 0  # id of the DistributedDataParallel that was checked
+        self._checked_ddp = 0
         local, hidden = layer.num_local_experts, layer.hidden
-        shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
-        bias_shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
+        shapes: Shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
+        bias_shapes: Shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
         self._make_parameters(shapes, bias_shapes, bias)
         self.reset_parameters()
         self.register_state_dict_post_hook(shards.save_own)
 
-    def reset_parameters(self):
+    def _make_parameters(self, shapes: Shapes, bias_shapes: Shapes, bias: bool) -> None:
+        """Create the parameters, or set them to None.  shapes, bias_shapes: {name: shape}."""
+        layer, device = self.layer, self.layer.device
+        for name, shape in (shapes | bias_shapes).items():
+            dtype = self.weight_dtype if name in shapes else layer.dtype
+            needed = bias or name in shapes
+            setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), not self.is_fp8)
+                    if needed else None)
+        for name, shape in shapes.items() if self.is_fp8 else ():
+            scales = torch.empty(fp8.scales_shape(shape), dtype=torch.float32, device=device)
+            setattr(self, name + fp8.SCALE, nn.Parameter(scales, False))
+
+    def reset_parameters(self) -> None:
         """Fill each parameter with uniform numbers in +-1/sqrt(fan-in).  Not collective.
 
         An expert's numbers follow from one random number of torch's generator and from the expert's number e
@@ -346,9 +441,34 @@ class EPMoE(nn.Module):
         with torch.no_grad():
             self._fill(int(torch.randint(1 << 40, (), device="cpu")))
 
+    def _fill(self, seed: int) -> None:
+        """Fill the parameters as reset_parameters says."""
+        if self._computed:
+            raise RuntimeError(f"reset_parameters: {', '.join(self._computed)} of this EPMoE: computed by a "
+                               f"parametrization or pruning: call it before, or fill the parameters below it")
+        generator = torch.Generator(self.layer.device)
+        up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
+        down_bound = 1 / math.sqrt(self.down_proj.shape[2])
+        bounds = {"gate_up_proj": up_bound, "down_proj": down_bound, "gate_up_proj_bias": up_bound,
+                  "down_proj_bias": down_bound}
+        for i, e in enumerate(self._held):
+            if e < 0:
+                for p in self.parameters(recurse=False):
+                    p[i].zero_()
+                continue
+            generator.manual_seed(seed + e)
+            for name, bound in bounds.items():
+                p = getattr(self, name)
+                if p is not None and self.is_fp8 and name in _WEIGHTS:
+                    numbers = torch.empty(p.shape[1:], dtype=self.layer.dtype, device=p.device)
+                    fp8.put(self, name, i, numbers.uniform_(-bound, bound, generator=generator))
+                elif p is not None:
+                    p[i].uniform_(-bound, bound, generator=generator)
+
     @classmethod
-    def from_experts(cls, experts: nn.Module, ep_group: Any = None, *, topk: int | None = None,
-                     **options: Any) -> "EPMoE":
+    def from_experts(cls, experts: nn.Module,
+                     ep_group: World | Nodes | ProcessGroup | DeviceMesh | None = None, *,
+                     topk: int | None = None, **options: Unpack[EPMoEOptions]) -> EPMoE:
         """Make an EPMoE of the experts of a transformers model, which hold all E experts.  Collective.
 
         Args:
@@ -379,7 +499,24 @@ class EPMoE(nn.Module):
 
         return from_experts(cls, experts, ep_group, topk, options)
 
-    def enable_decode(self, max_tokens):
+    def finalize(self) -> None:
+        """Give the memory of the communication layer back.  Collective; a second call does nothing.
+
+        Raises:
+            EpError: As EPAll2AllLayer.finalize.
+
+        Examples:
+            >>> import epmoe
+            >>> epmoe.EPMoE(16, 32, num_experts=2, topk=1, device="cpu").finalize()
+        """
+        if self.layer.low_latency is not None:
+            self.layer.low_latency.finalize()
+            self.layer.low_latency = None  # if the layer cannot be closed, the module works without the path
+        self.layer.finalize()
+
+    # ---- forward ----
+
+    def enable_decode(self, max_tokens: int) -> None:
         """Create a low-latency path for calls with decode=True.  Collective.
 
         With it, one module prefills and decodes.  Modules that share a layer share the path.  A module of at
@@ -408,84 +545,8 @@ class EPMoE(nn.Module):
             raise ValueError("this module, or one that shares its layer, has a decode path already")
         self.layer.low_latency = decoding.create(self.layer, max_tokens)
 
-    def set_expert_map(self, expert_map):
-        """Move the experts, so that each physical expert holds what a map says.  Collective.
-
-        For inference: with a map, the experts have no gradients, and only whole_state_dict and a
-        load_state_dict of all E experts know where they are.  Train and save before, or after
-        set_expert_map(None).
-
-        The weights go through symmetric memory, which takes as much memory as the parameters during the call.
-        The host waits until they have arrived.  After an error the module has its old map and weights.
-        Parameters and the map that forward uses are written in place: CUDA graphs that were captured with a
-        map, or where P is not E, use the new one.
-
-        Args:
-            expert_map: An ExpertMap of E logical and P physical experts, for example of balance_experts, the
-                same on all ranks.  None: back to the experts of state dicts, without replicas.
-
-        Raises:
-            ValueError: On this rank, for a map of other sizes.
-            TypeError: On this rank, for what is not an ExpertMap.
-            RuntimeError: On this rank, for parameters that FSDP has sharded or that were moved or transposed.
-            PeerError: On the other ranks, when one rank raises one of these.
-            EpMismatch: On all ranks, when they pass different maps.  Nothing was moved.
-            HeapExhausted: On all ranks, when one of them has no room.  Nothing was moved.
-            PeerDied: On all surviving ranks, when a rank dies.
-            EpTimeout: On all ranks, when one does not make the call before the timeout.
-
-        Examples:
-            The second of two experts gets most tokens, and so the third physical expert.
-
-            >>> import epmoe
-            >>> import torch
-            >>> moe = epmoe.EPMoE(16, 32, 2, 1, num_physical=3, dtype=torch.float32, device="cpu")
-            >>> moe.set_expert_map(epmoe.balance_experts([1, 5], num_ranks=1, num_physical=3))
-            >>> with torch.no_grad():
-            ...     y = moe(torch.ones(2, 16), torch.tensor([[1], [1]]), torch.ones(2, 1))
-            >>> moe.last_layout.tokens_per_expert.tolist()
-            [0, 1, 1]
-            >>> moe.finalize()
-        """
-        placement.set_expert_map(self, expert_map)
-
-    def adopt(self, module):
-        """Let the parameters and buffers below another module belong to this one's experts.  Not collective.
-
-        All that is below an EPMoE belongs to its experts, for example the parameters of a parametrization:
-        DistributedDataParallel and FSDP leave it to its rank, and state dicts and norms have that of all
-        ranks.  Adapters of experts that are beside the EPMoE, for example in a module that wraps it, must be
-        adopted.  Call it before prepare_ddp, prepare_fsdp and load_state_dict.
-
-        Args:
-            module: A module.  What is below another EPMoE inside of it is left out.  FSDP2 over replicas of
-                experts needs one that contains this EPMoE.
-
-        Raises:
-            TypeError: For what is not a module.
-            ValueError: For an EPMoE, and for a module that was adopted before.
-
-        Examples:
-            >>> import epmoe
-            >>> import torch
-            >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, dtype=torch.float32, device="cpu")
-            >>> adapters = torch.nn.ParameterDict({"a": torch.zeros(2, 4, 32), "b": torch.zeros(2, 16, 4)})
-            >>> moe.adopt(adapters)
-            >>> len(epmoe.expert_parameters(torch.nn.ModuleList([moe, adapters])))
-            4
-            >>> moe.finalize()
-        """
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"adopt: wanted a torch.nn.Module, got {type(module).__name__}")
-        if isinstance(module, EPMoE) or module in self._adopted:
-            wrong = "an EPMoE" if isinstance(module, EPMoE) else "was adopted before"
-            raise ValueError(f"adopt: {wrong}: its tensors belong to experts in any case")
-        self._adopted = *self._adopted, module
-        # partial, not a closure: a deep copy of both modules then refers to the copies
-        module.register_state_dict_post_hook(functools.partial(shards.save, self))
-        module.register_load_state_dict_pre_hook(functools.partial(shards.load_adopted, self))
-
-    def forward(self, x, topk_idx, topk_weights, *, decode=None):
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *,
+                decode: bool | None = None) -> Tensor:
         """Apply the experts to tokens.  Collective, also for a rank without tokens.
 
         Differentiable in x, topk_weights and the parameters: once in bfloat16 and float16, any number of
@@ -532,10 +593,7 @@ class EPMoE(nn.Module):
             >>> moe.finalize()
         """
         if self._weight_gradients is not None and torch.compiler.is_compiling():
-            return self._run_untraced(x, topk_idx, topk_weights, decode)
-        return self._run(x, topk_idx, topk_weights, decode)
-
-    def _run(self, x, topk_idx, topk_weights, decode):
+            return self._forward_untraced(x, topk_idx, topk_weights, decode)
         layer = self.layer
         path = decoding.path_of(layer, decode, self.is_fp8)
         try:
@@ -552,12 +610,10 @@ class EPMoE(nn.Module):
             if self._weight_gradients is not None:
                 self._begin_gradients()
             weights = self._weights()
-            # Without gradients, compiled code has operators that keep nothing for a backward.
-            at_once = (not self.is_fp8 and experts_ops.takes(path or layer, weights[0], weights[2])
-                       and (not watched or path is None and requires_grad(tokens, topk_weights, *weights)))
+            at_once = experts_ops.takes(path or layer, tokens, topk_weights, weights, watched)
             if not at_once or watched or self.expert_map is not None:  # else the module of C checks them
-                check(layer, layer.max_tokens // layer._copies if path is None else path.max_tokens, tokens,
-                      topk_idx, topk_weights)
+                check_rows(layer, layer.max_tokens // layer._copies if path is None else path.max_tokens,
+                           tokens, topk_idx, topk_weights)
             if self.expert_map is not None:
                 self._check_gradients()
                 topk_idx = self.expert_map.physical(topk_idx, layer.rank)
@@ -569,21 +625,23 @@ class EPMoE(nn.Module):
                 tokens = join_backward(tokens, topk_weights, *self.parameters())
         except Exception as error:
             self._refuse(error, path)
-        if path is not None:
-            y = decoding.run(self, path, tokens, topk_idx, topk_weights, weights, at_once)
+        layout: Layout | None
+        if layer.nodes is not None:
+            over_nodes = cast("InternodeLayer", layer)
+            y, layout = over_nodes._apply(self, tokens, topk_idx, topk_weights)  # calls _compute for its node
         else:
-            if layer.nodes is not None:
-                y, layout = layer._apply(self, tokens, topk_idx, topk_weights)
-            elif at_once:
-                y, layout = experts_ops.run(layer, tokens, topk_idx, topk_weights, weights, self.activation,
-                                            watched)
-            else:
-                y, layout = self._compute(layer, tokens, topk_idx, topk_weights, weights)
-            if not torch.compiler.is_compiling():  # recomputed compiled code must not do this
-                self.last_layout = layout
+            y, layout = self._run(path or layer, tokens, topk_idx, topk_weights, weights, at_once, watched)
+        if path is None and not torch.compiler.is_compiling():  # recomputed compiled code must not do this
+            self.last_layout = layout
         return y if x.dim() == 2 else unflatten(y, x.shape)
 
-    def _check_parameters(self, x, topk_weights):
+    @torch._disable_dynamo
+    def _forward_untraced(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+                          decode: bool | None) -> Tensor:
+        """Run forward outside of compiled code, which would not see what a backward keeps."""
+        return EPMoE.forward(self, x, topk_idx, topk_weights, decode=decode)
+
+    def _check_parameters(self, x: Tensor, topk_weights: Tensor) -> None:
         """Raise an error for parameters that are not as created, and for gradients of experts in FP8."""
         gate_up, down, device = self.gate_up_proj, self.down_proj, self.layer.device
         if (type(gate_up) is type(down) is nn.Parameter and gate_up.device == down.device == device
@@ -595,70 +653,110 @@ class EPMoE(nn.Module):
         if self.is_fp8:
             fp8.check_gradients(self, x, topk_weights)
 
-    def _weights(self):
-        """Return gate and up, their bias or None, down, its bias or None, as the stages take them."""
+    def _weights(self) -> Weights:
+        """Return the weights and biases as the stages take them."""
         if self._weight_gradients is None and self.gradient_scale == 1:
             return self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias
-        return [self._scaled(name) for name in _PARAMETERS]
+        return (self._scaled("gate_up_proj", self.gate_up_proj), self._scaled("", self.gate_up_proj_bias),
+                self._scaled("down_proj", self.down_proj), self._scaled("", self.down_proj_bias))
 
-    def _scaled(self, name):
-        """Return a parameter, whose gradient will be multiplied by gradient_scale."""
-        p = getattr(self, name)
+    def _scaled(self, name: str, p: _T) -> _T:
+        """Return a parameter, or None, whose gradient will be multiplied by gradient_scale."""
         if p is None or not (p.requires_grad and torch.is_grad_enabled()):
             return p
         if self._weight_gradients is not None and name in _WEIGHTS:
             return self._weight_gradients.weight(p, self.gradient_scale)
         return p if self.gradient_scale == 1 else _ScaledGradient.apply(p, self.gradient_scale)
 
-    def _compute(self, layer, x, topk_idx, topk_weights, weights=None):
-        """Apply the experts through a layer.  Returns (y, layout).
+    def _compute(self, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Any,
+                 weights: Any = None) -> tuple[Tensor, Any]:
+        """Apply the experts of a node, for a layer over several nodes.  Returns (y, layout).
 
-        The layer is the module's, or, over several nodes, that of the node.  weights: None, or what
-        _weights() has returned.
+        layer: that of the node.  weights: None, or what _weights() has returned.
         """
         try:
             weights = self._weights() if weights is None else weights
-            scales = [getattr(self, n + fp8.SCALE) for n in _WEIGHTS] if self.is_fp8 else ()
             watched = is_watched()
-            at_once = (not self.is_fp8 and experts_ops.takes(layer, weights[0], weights[2])
-                       and (not watched or requires_grad(x, topk_weights, *weights)))
-            if isinstance(layer, EpAll2AllFusedOp) and not torch.compiler.is_compiling():
-                _check_strides(gate_up_proj=weights[0], down_proj=weights[2])
+            at_once = experts_ops.takes(layer, x, topk_weights, weights, watched)
         except Exception as error:
             layer._refuse(_C.OP_PLAN, error, 0)
+        return self._run(layer, x, topk_idx, topk_weights, weights, at_once, watched)
+
+    def _run(self, layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_idx: Tensor,
+             topk_weights: Tensor, weights: Weights, at_once: bool,
+             watched: bool) -> tuple[Tensor, Layout | None]:
+        """Apply the experts, on the way that suits the call.  Returns (y, layout).
+
+        1. at_once: all stages in one call of the module, or its operators; 16 bits only.
+        2. Another EpAll2AllFusedOp: dispatch with gate and up, then down with combine.  The layer fuses each
+           pair if it has a kernel for it.
+        3. A LowLatencyAll2All or an EPAll2AllLayer: dispatch, the products, combine.
+        """
         if at_once:
+            if isinstance(layer, LowLatencyAll2All):
+                return decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation), None
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched)
-        if not isinstance(layer, EpAll2AllFusedOp):
-            return self._unfused(layer, x, topk_idx, topk_weights, *weights)
-        if self.is_fp8:
-            return fp8.run(layer, x, topk_idx, topk_weights, weights, scales, self.activation)
         gate_up, gate_up_bias, down, down_bias = weights
+        if not isinstance(layer, EpAll2AllFusedOp):
+            return self._in_stages(layer, x, topk_idx, topk_weights, *weights)
+        try:
+            scale_up, scale_down = map(self._scale_of, _WEIGHTS)
+            if not torch.compiler.is_compiling():
+                _check_strides(gate_up_proj=gate_up, down_proj=down)
+        except Exception as error:
+            layer._refuse(_C.OP_PLAN, error, 0)
         h, row_weight, layout = layer.mega_dispatch_group_gemm(
             x, topk_idx, weight=topk_weights, gemm_weight=gate_up, bias=gate_up_bias,
-            activation=self.activation)
-        return layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias), layout
+            activation=self.activation, gemm_scale=scale_up)
+        return layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias,
+                                             gemm_scale=scale_down), layout
 
-    def _chunks_of_call(self, gradients):
-        return chunks.chunks_of_call(self, gradients)
-
-    def _unfused(self, layer, x, topk_idx, topk_weights, gate_up, gate_up_bias, down, down_bias):
+    def _in_stages(self, layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_idx: Tensor,
+                   topk_weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+                   down_bias: Tensor | None) -> tuple[Tensor, Layout | None]:
+        """Dispatch, multiply, and combine.  Returns (y, layout); no layout for a LowLatencyAll2All."""
+        weights = gate_up, gate_up_bias, down, down_bias
+        if isinstance(layer, LowLatencyAll2All):
+            rows, row_scale, _, handle = layer.dispatch(x, topk_idx, topk_weights, fp8=self.is_fp8,
+                                                        layout="compact")
+            try:
+                y = self._multiply(rows, row_scale, handle.expert_offsets, *weights)
+            except Exception as error:
+                layer._refuse(_C.OP_LL_COMBINE, error, handle.buffer)
+            return layer.combine(y, handle), None
         if self.is_fp8:
-            rows, scales, row_weight, layout = layer.dispatch_fp8(x, topk_idx, topk_weights)
+            rows, row_scale, row_weight, layout = layer.dispatch_fp8(x, topk_idx, topk_weights)
         else:
             rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
+            row_scale = None
         try:
-            offsets = layout.expert_offsets
-            if self.is_fp8:
-                h = fp8.compute(self, rows, scales, offsets)
-            else:
-                h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias,
-                                 activation=self.activation)
-                h = grouped_gemm(h, down, offsets=offsets, bias=down_bias)
+            y = self._multiply(rows, row_scale, layout.expert_offsets, *weights)
         except Exception as error:
             layer._refuse(_C.OP_COMBINE, error, layout.buffer)
-        return layer.combine(h, layout, row_weight), layout
+        return layer.combine(y, layout, row_weight), layout
 
-    def _refuse(self, error, path):
+    def _multiply(self, rows: Tensor, row_scale: Tensor | None, offsets: Tensor, gate_up: Tensor,
+                  gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+        """Return the outputs [M, H] of this rank's experts for rows [M, H], grouped by expert.
+
+        row_scale: [M, H / 128] of rows in FP8, else None.
+        """
+        dtype = self.layer.dtype if self.is_fp8 else None
+        h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias, activation=self.activation,
+                         a_scale=row_scale, b_scale=self._scale_of("gate_up_proj"), out_dtype=dtype)
+        if self.is_fp8:
+            h, row_scale = quantize_fp8(h, num_rows=offsets[-1:])
+        return grouped_gemm(h, down, offsets=offsets, bias=down_bias, a_scale=row_scale,
+                            b_scale=self._scale_of("down_proj"), out_dtype=dtype)
+
+    def _scale_of(self, name: str) -> Tensor | None:
+        """Return the scales of weights in FP8, else None."""
+        return getattr(self, name + fp8.SCALE) if self.is_fp8 else None
+
+    def _chunks_of_call(self, gradients: bool) -> int:
+        return chunks.chunks_of_call(self, gradients)
+
+    def _refuse(self, error: Exception, path: LowLatencyAll2All | None) -> NoReturn:
         """Report an error to the other ranks in the operation that they enter, and raise it.
 
         path: the LowLatencyAll2All of the call, or None.
@@ -670,44 +768,24 @@ class EPMoE(nn.Module):
         finally:
             del error
 
-    def finalize(self):
-        """Give the memory of the communication layer back.  Collective; a second call does nothing.
-
-        Raises:
-            EpError: As EPAll2AllLayer.finalize.
-
-        Examples:
-            >>> import epmoe
-            >>> epmoe.EPMoE(16, 32, num_experts=2, topk=1, device="cpu").finalize()
-        """
-        if self.layer.low_latency is not None:
-            self.layer.low_latency.finalize()
-            self.layer.low_latency = None  # if the layer cannot be closed, the module works without the path
-        self.layer.finalize()
-
-    # ---- the gradients of the weights ----
+    # ---- training: where the gradients of the weights go ----
 
     @property
-    def _has_other_gradients(self):
+    def _has_other_gradients(self) -> bool:
         """Whether the gradients of the weights do not simply go to .grad in the backward."""
         return self._weight_gradients is not None
 
     @property
-    def _fuses_gradients(self):
+    def _fuses_gradients(self) -> bool:
         return self._weight_gradients is not None and self._weight_gradients.fuses
 
-    def _begin_gradients(self):
+    def _begin_gradients(self) -> None:
         """Begin a forward pass.  Raises RuntimeError for parameters whose gradients cannot go elsewhere."""
         if self._weight_gradients is not None and torch.is_grad_enabled():
             wanted = {n: getattr(self, n) for n in _WEIGHTS}
             self._weight_gradients.begin({n: p for n, p in wanted.items() if p.requires_grad})
 
-    @torch._disable_dynamo
-    def _run_untraced(self, *args):
-        """Run the forward pass outside of compiled code, which would not see what a backward keeps."""
-        return self._run(*args)
-
-    def backward_dw(self):
+    def backward_dw(self) -> None:
         """Compute the gradients of the weights of the oldest backward pass that waits.  Not collective.
 
         For delay_wgrad_compute=True: call it once for each backward pass of this module, at any time before
@@ -744,55 +822,55 @@ class EPMoE(nn.Module):
         if any(getattr(self, n).requires_grad for n in _WEIGHTS) or self._weight_gradients.pending:
             self._weight_gradients.compute()
 
-    # ---- parameters, and which experts they hold ----
+    # ---- placement: which experts the parameters hold ----
 
-    def _make_parameters(self, shapes, bias_shapes, bias):
-        """Create the parameters, or set them to None.  shapes, bias_shapes: {name: shape}."""
-        layer, options = self.layer, {"device": self.layer.device}
-        for name, shape in (shapes | bias_shapes).items():
-            dtype = self.weight_dtype if name in shapes else layer.dtype
-            needed = bias or name in shapes
-            p = nn.Parameter(torch.empty(shape, dtype=dtype, **options), not self.is_fp8) if needed else None
-            setattr(self, name, p)
-        for name, shape in shapes.items() if self.is_fp8 else ():
-            scales = torch.empty(fp8.scales_shape(shape), dtype=torch.float32, **options)
-            setattr(self, name + fp8.SCALE, nn.Parameter(scales, False))
+    def set_expert_map(self, expert_map: ExpertMap | None) -> None:
+        """Move the experts, so that each physical expert holds what a map says.  Collective.
 
-    @property
-    def _computed(self):
-        """The names of weights that are not parameters of this module, but computed from others."""
-        return [n for n in _PARAMETERS if getattr(self, n) is not None and n not in self._parameters]
+        For inference: with a map, the experts have no gradients, and only whole_state_dict and a
+        load_state_dict of all E experts know where they are.  Train and save before, or after
+        set_expert_map(None).
 
-    def _fill(self, seed):
-        """Fill the parameters as reset_parameters says."""
-        if self._computed:
-            raise RuntimeError(f"reset_parameters: {', '.join(self._computed)} of this EPMoE: computed by a "
-                               f"parametrization or pruning: call it before, or fill the parameters below it")
-        generator = torch.Generator(self.layer.device)
-        up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
-        down_bound = 1 / math.sqrt(self.down_proj.shape[2])
-        bounds = {"gate_up_proj": up_bound, "down_proj": down_bound, "gate_up_proj_bias": up_bound,
-                  "down_proj_bias": down_bound}
-        for i, e in enumerate(self._held):
-            if e < 0:
-                for p in self.parameters(recurse=False):
-                    p[i].zero_()
-                continue
-            generator.manual_seed(seed + e)
-            for name, bound in bounds.items():
-                p = getattr(self, name)
-                if p is not None and self.is_fp8 and name in _WEIGHTS:
-                    numbers = torch.empty(p.shape[1:], dtype=self.layer.dtype, device=p.device)
-                    fp8.put(self, name, i, numbers.uniform_(-bound, bound, generator=generator))
-                elif p is not None:
-                    p[i].uniform_(-bound, bound, generator=generator)
+        The weights go through symmetric memory, which takes as much memory as the parameters during the call.
+        The host waits until they have arrived.  After an error the module has its old map and weights.
+        Parameters and the map that forward uses are written in place: CUDA graphs that were captured with a
+        map, or where P is not E, use the new one.
 
-    def _placed(self, expert_map):
+        Args:
+            expert_map: An ExpertMap of E logical and P physical experts, for example of balance_experts, the
+                same on all ranks.  None: back to the experts of state dicts, without replicas.
+
+        Raises:
+            ValueError: On this rank, for a map of other sizes.
+            TypeError: On this rank, for what is not an ExpertMap.
+            RuntimeError: On this rank, for parameters that FSDP has sharded or that were moved or transposed.
+            PeerError: On the other ranks, when one rank raises one of these.
+            EpMismatch: On all ranks, when they pass different maps.  Nothing was moved.
+            HeapExhausted: On all ranks, when one of them has no room.  Nothing was moved.
+            PeerDied: On all surviving ranks, when a rank dies.
+            EpTimeout: On all ranks, when one does not make the call before the timeout.
+
+        Examples:
+            The second of two experts gets most tokens, and so the third physical expert.
+
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, 2, 1, num_physical=3, dtype=torch.float32, device="cpu")
+            >>> moe.set_expert_map(epmoe.balance_experts([1, 5], num_ranks=1, num_physical=3))
+            >>> with torch.no_grad():
+            ...     y = moe(torch.ones(2, 16), torch.tensor([[1], [1]]), torch.ones(2, 1))
+            >>> moe.last_layout.tokens_per_expert.tolist()
+            [0, 1, 1]
+            >>> moe.finalize()
+        """
+        placement.set_expert_map(self, expert_map)
+
+    def _placed(self, expert_map: ExpertMap) -> ExpertMap:
         """Return a map on the layer's device.  Not of tensors that can be changed only in inference mode."""
         with torch.inference_mode(False):
             return expert_map.to(self.layer.device)
 
-    def _use_map(self, expert_map, holds):
+    def _use_map(self, expert_map: ExpertMap, holds: list[int]) -> None:
         """Route by a map on the layer's device, whose experts the parameters hold now.
 
         holds: its physical_to_logical_map, as a list.
@@ -806,12 +884,11 @@ class EPMoE(nn.Module):
             self.expert_map = expert_map
         else:
             self.expert_map._copy_(expert_map)
-        # what the host needs of the map: the logical experts of all physical ones, and of those of this rank
         self._holds, self._is_home = holds, is_home
         first = layer.rank * layer.num_local_experts
         self._held = holds[first:first + layer.num_local_experts]
 
-    def _check_gradients(self):
+    def _check_gradients(self) -> None:
         if self._is_home or not torch.is_grad_enabled():
             return
         weights = [getattr(self, name) for name in _PARAMETERS]
@@ -820,7 +897,15 @@ class EPMoE(nn.Module):
                                "differ after a step: call it under torch.no_grad() or after "
                                "requires_grad_(False), or call set_expert_map(None) first")
 
-    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+    # ---- checkpoints ----
+
+    @property
+    def _computed(self) -> list[str]:
+        """The names of weights that are not parameters of this module, but computed from others."""
+        return [n for n in _PARAMETERS if getattr(self, n) is not None and n not in self._parameters]
+
+    def _load_from_state_dict(self, state_dict: StateDict, prefix: str, metadata: StateDict, strict: bool,
+                              missing: list[str], unexpected: list[str], errors: list[str]) -> None:
         before = len(errors), len(missing), len(unexpected)
         with checkpoint.Staged(self) as staged:
             left, loaded = checkpoint.load_experts(self, state_dict, prefix, missing, errors)
@@ -839,27 +924,65 @@ class EPMoE(nn.Module):
 
     # ---- beside other modules ----
 
-    def _register(self):
+    def adopt(self, module: nn.Module) -> None:
+        """Let the parameters and buffers below another module belong to this one's experts.  Not collective.
+
+        All that is below an EPMoE belongs to its experts, for example the parameters of a parametrization:
+        DistributedDataParallel and FSDP leave it to its rank, and state dicts and norms have that of all
+        ranks.  Adapters of experts that are beside the EPMoE, for example in a module that wraps it, must be
+        adopted.  Call it before prepare_ddp, prepare_fsdp and load_state_dict.
+
+        Args:
+            module: A module.  What is below another EPMoE inside of it is left out.  FSDP2 over replicas of
+                experts needs one that contains this EPMoE.
+
+        Raises:
+            TypeError: For what is not a module.
+            ValueError: For an EPMoE, and for a module that was adopted before.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, dtype=torch.float32, device="cpu")
+            >>> adapters = torch.nn.ParameterDict({"a": torch.zeros(2, 4, 32), "b": torch.zeros(2, 16, 4)})
+            >>> moe.adopt(adapters)
+            >>> len(epmoe.expert_parameters(torch.nn.ModuleList([moe, adapters])))
+            4
+            >>> moe.finalize()
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"adopt: wanted a torch.nn.Module, got {type(module).__name__}")
+        if isinstance(module, EPMoE) or module in self._adopted:
+            wrong = "an EPMoE" if isinstance(module, EPMoE) else "was adopted before"
+            raise ValueError(f"adopt: {wrong}: its tensors belong to experts in any case")
+        self._adopted = *self._adopted, module
+        # partial, not a closure: a deep copy of both modules then refers to the copies
+        module.register_state_dict_post_hook(functools.partial(shards.save, self))
+        module.register_load_state_dict_pre_hook(functools.partial(shards.load_adopted, self))
+
+    def _register(self) -> None:
         if self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients:
             shards.register(self)
+        if self.layer.world_size > 1:
             guards.install()
 
     @torch._disable_dynamo
-    def _check_ddp(self, ddp):
+    def _check_ddp(self, ddp: DistributedDataParallel) -> None:
         guards.check_ddp(self, ddp)
         # without gradients, the check does not know from what the weights were computed
         self._checked_ddp = id(ddp) if torch.is_grad_enabled() else 0
 
-    def named_children(self):
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return an iterator over the modules below, as nn.Module does; fully_shard calls it."""
-        guards.install_fsdp()
+        if shards.is_registered(self):
+            guards.install_fsdp()
         return super().named_children()
 
-    def __setstate__(self, state):  # of a deep copy
+    def __setstate__(self, state: StateDict) -> None:  # of a deep copy
         super().__setstate__(state)
         self._register()
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         """Return the sizes for the module's repr."""
         layer = self.layer
         return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "

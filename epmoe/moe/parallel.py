@@ -1,24 +1,49 @@
 """Experts beside data parallelism: DistributedDataParallel, clipping of gradients, whole checkpoints."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import shards
 from .module import EPMoE
 from .shards import exchanged, is_dtensor, is_spread
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+    from ..comm.nodes import Nodes
+    from ..comm.world import World
+
 __all__ = ["clip_grad_norm_", "expert_parameters", "prepare_ddp", "prepare_fsdp", "whole_state_dict"]
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
-def _experts(model):
+class FullyShardOptions(TypedDict, total=False):
+    """The options of torch's fully_shard that prepare_fsdp passes on."""
+
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+
+
+def _experts(model: nn.Module) -> dict[str, tuple[EPMoE, Tensor]]:
     """Return {name: (EPMoE, tensor)} of the parameters and buffers of all experts, under all their names."""
     of = {id(t): moe for moe in model.modules() if isinstance(moe, EPMoE) for t in shards.tensors(moe)}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: (of[id(t)], t) for name, t in named if id(t) in of}
 
 
-def expert_parameters(model):
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of all EPMoE modules of a model: those that differ between the ranks.
 
     They are all parameters below an EPMoE, also those of a parametrization, and below the modules that it has
@@ -43,7 +68,7 @@ def expert_parameters(model):
     return [p for p in model.parameters() if id(p) in known]
 
 
-def prepare_ddp(model, process_group=None):
+def prepare_ddp(model: _Model, process_group: ProcessGroup | None = None) -> _Model:
     """Prepare a model for DistributedDataParallel: it will leave the experts alone.  Not collective.
 
     Call it last, after parametrizations, pruning and adapters were added: it takes the parameters and buffers
@@ -88,23 +113,24 @@ def prepare_ddp(model, process_group=None):
     return model
 
 
-def _groups_of_experts(moe):
+def _groups_of_experts(moe: EPMoE) -> list[list[int]]:
     """Return the ranks of each group that has all experts, as rows of equal length.  Collective."""
     ranks = dist.get_process_group_ranks(moe.layer.world.group)
     mine = torch.tensor([min(ranks), moe.layer.rank], device=moe.layer.device, dtype=torch.int64)
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(theirs, mine)
-    rows = {}
+    groups: dict[int, list[tuple[int, int]]] = {}  # first rank of a group -> (place in the group, rank)
     for rank, (group, place) in enumerate(t.tolist() for t in theirs):
-        rows.setdefault(group, []).append((place, rank))
-    rows = [[rank for _, rank in sorted(row)] for row in rows.values()]
+        groups.setdefault(group, []).append((place, rank))
+    rows = [[rank for _, rank in sorted(members)] for members in groups.values()]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(f"the groups of experts, ranks {rows}, do not divide all {len(theirs)} ranks into "
                          f"groups of equal size: pass mesh=")
     return rows
 
 
-def prepare_fsdp(model, mesh=None, **options):
+def prepare_fsdp(model: _Model, mesh: DeviceMesh | None = None,
+                 **options: Unpack[FullyShardOptions]) -> _Model:
     """Prepare a model for fully_shard (FSDP2): shard each EPMoE over the ranks with the same experts.
 
     Collective over the default process group, unless `mesh` is given.  Then call fully_shard(model) as usual;
@@ -136,14 +162,14 @@ def prepare_fsdp(model, mesh=None, **options):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    meshes = {}
+    meshes: dict[int, DeviceMesh | None] = {}
     for moe in {id(moe): moe for moe, _ in _experts(model).values()}.values():
         world = moe.layer.world
         if world.group is None or dist.get_world_size() == 1:
             continue
         if mesh is None and id(world) not in meshes:
             groups = _groups_of_experts(moe)  # also on a rank that has all experts: others may be in groups
-            meshes[id(world)] = is_spread(world) and DeviceMesh(
+            meshes[id(world)] = None if not is_spread(world) else DeviceMesh(
                 moe.layer.device.type, groups, mesh_dim_names=("replicas", "experts"))["replicas"]
         if not is_spread(world):
             continue
@@ -163,7 +189,7 @@ def prepare_fsdp(model, mesh=None, **options):
 # ---- clipping ----
 
 
-def clip_grad_norm_(model, max_norm, norm_type=2.0):
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip gradients as torch.nn.utils.clip_grad_norm_ does, with the norm over the experts of all ranks.
 
     Collective.  It calls torch's function, which does the same where an EPMoE has some of the experts.
@@ -200,7 +226,7 @@ def clip_grad_norm_(model, max_norm, norm_type=2.0):
 # ---- whole checkpoints ----
 
 
-def _to_first(world, t):
+def _to_first(world: World | Nodes, t: Tensor) -> list[Tensor]:
     """Return the tensors of all ranks on the CPU of rank 0, and [] on the others.  Collective."""
     t = t.detach().contiguous()
     raw = t.reshape(-1).view(torch.uint8)
@@ -219,7 +245,7 @@ def _to_first(world, t):
     return [p.view(t.dtype).view(t.shape) for p in parts]
 
 
-def whole_state_dict(model):
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of the whole model, with the experts of all ranks, on rank 0.  Collective.
 
     It is what one process that holds all experts would have, for example for a checkpoint that others can
@@ -249,7 +275,8 @@ def whole_state_dict(model):
         <All keys matched successfully>
         >>> moe.finalize()
     """
-    experts, whole = _experts(model), {}
+    experts = _experts(model)
+    whole: dict[str, Any] = {}
     by_id = {id(p): moe for moe, p in experts.values()}
     for name, (moe, t) in experts.items():
         if not (moe._is_home or shards.is_by_expert(moe, t)):
@@ -257,16 +284,16 @@ def whole_state_dict(model):
                                f"of its experts, which were moved: first call set_expert_map(None)")
     is_first = all(moe.layer.rank == 0 for moe in by_id.values())
     for name, t in model.state_dict(keep_vars=True).items():
-        moe = by_id.get(id(t))
+        owner = by_id.get(id(t))
         t = t.full_tensor() if hasattr(t, "full_tensor") else t
-        if moe is not None:
-            parts = _to_first(moe.layer.world, t)
-            if is_first and not shards.is_by_expert(moe, t):
+        if owner is not None:
+            parts = _to_first(owner.layer.world, t)
+            if is_first and not shards.is_by_expert(owner, t):
                 whole[name] = torch.stack(parts) if len(parts) > 1 else parts[0]
             elif is_first:
                 whole[name] = torch.cat(parts)
-                if moe.expert_map is not None:
-                    whole[name] = whole[name][moe.expert_map.logical_to_physical_map[:, 0].cpu()]
+                if owner.expert_map is not None:
+                    whole[name] = whole[name][owner.expert_map.logical_to_physical_map[:, 0].cpu()]
         elif is_first:
             whole[name] = t.detach().to("cpu", copy=True) if isinstance(t, torch.Tensor) else t
     return whole

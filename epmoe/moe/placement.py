@@ -1,10 +1,15 @@
 """ExpertMap: which physical experts hold each logical expert; balance_experts makes one for a routing."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import heapq
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..a2a.base import together
 from ..comm.heap import SymmetricHeap
@@ -12,6 +17,9 @@ from ..comm.world import World
 from ..errors import EpMismatch
 from ..torch_modes import writing
 from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
+
+if TYPE_CHECKING:
+    from .module import EPMoE
 
 __all__ = ["ExpertMap", "balance_experts"]
 _ALIGNMENT = 256  # of the weights in symmetric memory
@@ -55,7 +63,15 @@ class ExpertMap:
         ([[0, 3], [1, -1], [2, -1]], [2, 1, 1])
     """
 
-    def __init__(self, physical_to_logical_map, num_experts=None):
+    num_experts: int
+    num_physical: int
+    physical_to_logical_map: Tensor
+    logical_to_physical_map: Tensor
+    logical_count: Tensor
+    _counts: Tensor  # see _set
+    _replicas: Tensor
+
+    def __init__(self, physical_to_logical_map: Tensor, num_experts: int | None = None) -> None:
         p2l = physical_to_logical_map
         if not isinstance(p2l, torch.Tensor) or p2l.dtype.is_floating_point or p2l.dtype == torch.bool:
             got = p2l.dtype if isinstance(p2l, torch.Tensor) else type(p2l).__name__
@@ -65,7 +81,7 @@ class ExpertMap:
                              f"for each layer")
         logical = p2l.tolist()
         num_experts = max(logical, default=-1) + 1 if num_experts is None else int(num_experts)
-        replicas = [[] for _ in range(num_experts)]
+        replicas: list[list[int]] = [[] for _ in range(num_experts)]
         for p, e in enumerate(logical):
             if not -1 <= e < num_experts:
                 raise ValueError(f"physical_to_logical_map: physical expert {p} holds expert {e}: must be -1 "
@@ -79,10 +95,10 @@ class ExpertMap:
         most = len(logical) - num_experts + 1
         rows = [of + [-1] * (most - len(of)) for of in replicas]
         counts = [len(of) for of in replicas]
-        rows, counts = (torch.tensor(t, device=p2l.device, dtype=torch.int64) for t in (rows, counts))
-        self._set(p2l.to(torch.int64, copy=True), rows, counts)
+        self._set(p2l.to(torch.int64, copy=True), torch.tensor(rows, device=p2l.device, dtype=torch.int64),
+                  torch.tensor(counts, device=p2l.device, dtype=torch.int64))
 
-    def _set(self, physical_to_logical, logical_to_physical, counts):
+    def _set(self, physical_to_logical: Tensor, logical_to_physical: Tensor, counts: Tensor) -> None:
         self.num_experts, self.num_physical = len(counts), len(physical_to_logical)
         self.physical_to_logical_map = physical_to_logical
         self.logical_to_physical_map = logical_to_physical
@@ -97,7 +113,7 @@ class ExpertMap:
         self._replicas[0], self._replicas[-1] = -2, self.num_physical + 1
 
     @classmethod
-    def home(cls, num_experts, num_ranks, num_physical=None):
+    def home(cls, num_experts: int, num_ranks: int, num_physical: int | None = None) -> ExpertMap:
         """Return the map without replicas, in which the experts are in order, and as many on each rank.
 
         With n = E/W rounded up, expert e is on rank e // n.  So the last rank with experts may have fewer,
@@ -123,13 +139,13 @@ class ExpertMap:
         """
         num_physical = check_num_physical(num_experts, num_ranks, num_physical)
         of_rank = -(-num_experts // num_ranks)
-        held = []
+        held: list[int] = []
         for first in range(0, num_ranks * of_rank, of_rank):
             experts = list(range(min(first, num_experts), min(first + of_rank, num_experts)))
             held += experts + [-1] * (num_physical // num_ranks - len(experts))
         return cls(torch.tensor(held, device="cpu", dtype=torch.int64), num_experts)
 
-    def to(self, device):
+    def to(self, device: torch.device | str) -> ExpertMap:
         """Return a copy of the map on a device.
 
         Args:
@@ -148,7 +164,7 @@ class ExpertMap:
                                                       self.logical_to_physical_map, self.logical_count)))
         return copy
 
-    def physical(self, topk_idx, rank=0):
+    def physical(self, topk_idx: Tensor, rank: int = 0) -> Tensor:
         """Return the physical experts of a rank's choices.
 
         Of the n replicas of an expert, token t of rank r takes number (t + r) mod n, in the order of
@@ -185,7 +201,7 @@ class ExpertMap:
         token = torch.arange(rank, rank + topk_idx.shape[0], device=topk_idx.device)[:, None]
         return self._replicas[row, token % self._counts[row]]
 
-    def logical_counts(self, counts):
+    def logical_counts(self, counts: Tensor) -> Tensor:
         """Return the counts of logical experts: of each, the sum over its replicas.  The host reads nothing.
 
         Args:
@@ -212,19 +228,19 @@ class ExpertMap:
         totals = counts.new_zeros(*counts.shape[:-1], self.num_experts)
         return totals.index_add_(-1, held.clamp_min(0), counts * (held >= 0))
 
-    def _copy_(self, other):
+    def _copy_(self, other: ExpertMap) -> None:
         """Take over a map of the same sizes, in place: captured CUDA graphs see it."""
         tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
         with writing(tensors.values()):
             for name, t in tensors.items():
                 t.copy_(getattr(other, name))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (f"ExpertMap({self.num_experts} experts, {self.num_physical} physical, at most "
                 f"{int(self.logical_count.max())} replicas)")
 
 
-def check_num_physical(num_experts, num_ranks, num_physical):
+def check_num_physical(num_experts: int, num_ranks: int, num_physical: int | None) -> int:
     """Return P, which is that of ExpertMap.home for None, or raise ValueError."""
     if num_experts < 1:
         raise ValueError(f"{num_experts} experts: must be at least 1")
@@ -237,7 +253,8 @@ def check_num_physical(num_experts, num_ranks, num_physical):
     return int(num_physical)
 
 
-def balance_experts(tokens_per_expert, num_ranks, num_physical=None):
+def balance_experts(tokens_per_expert: Tensor | Sequence[float], num_ranks: int,
+                    num_physical: int | None = None) -> ExpertMap:
     """Return a map with replicas, in which the ranks have about equally many tokens.  Not collective.
 
     Each of the P - E spare physical experts becomes a replica of the expert with the most tokens per replica.
@@ -287,7 +304,8 @@ def balance_experts(tokens_per_expert, num_ranks, num_physical=None):
         counts[e] += 1
         heapq.heapreplace(most, (-tokens[e] / counts[e], counts[e], e))
     replicas = sorted((-tokens[e] / counts[e], e) for e in range(len(tokens)) for _ in range(counts[e]))
-    totals, experts_of = [0.0] * num_ranks, [[] for _ in range(num_ranks)]
+    totals = [0.0] * num_ranks
+    experts_of: list[list[int]] = [[] for _ in range(num_ranks)]
     for minus_tokens, e in replicas:
         r = min((r for r in range(num_ranks) if len(experts_of[r]) < num_physical // num_ranks),
                 key=lambda r: (totals[r], e in experts_of[r]))
@@ -297,7 +315,7 @@ def balance_experts(tokens_per_expert, num_ranks, num_physical=None):
     return ExpertMap(torch.tensor(held, device="cpu", dtype=torch.int64), len(tokens))
 
 
-def _check(moe, expert_map):
+def _check(moe: EPMoE, expert_map: ExpertMap | None) -> ExpertMap:
     """Return the map, that of the home for None, or raise for what this rank cannot do."""
     layer = moe.layer
     if expert_map is None:
@@ -325,7 +343,7 @@ def _check(moe, expert_map):
     return expert_map
 
 
-def _sources(moe, holds):
+def _sources(moe: EPMoE, holds: list[int]) -> list[int]:
     """Return, for each physical expert of this rank, a physical expert that has what it shall hold, or -1.
 
     holds: [P]: the logical experts of the new map, as moe._holds of the present one.
@@ -339,7 +357,7 @@ def _sources(moe, holds):
     return sources
 
 
-def _move(moe, sources, use_map):
+def _move(moe: EPMoE, world: World, sources: list[int], use_map: Callable[[], None]) -> None:
     """Copy the weights of this rank's physical experts from where they are, and use the map.  Collective.
 
     The old weights are in symmetric memory until all ranks have the new ones.  So after an error every rank
@@ -348,15 +366,15 @@ def _move(moe, sources, use_map):
     layer, params = moe.layer, [as_bytes(p.detach()) for p in tensors(moe)]
     num = layer.num_local_experts
     num_bytes = sum(p.numel() * p.element_size() + _ALIGNMENT for p in params)
-    heap = SymmetricHeap(layer.world, num_bytes, layer.device)
+    heap = SymmetricHeap(world, num_bytes, layer.device)
     try:
         before = [heap.malloc_symmetric(p.shape, p.dtype, _ALIGNMENT) for p in params]
-        with together(layer.world):
+        with together(world):
             for p, old in zip(params, before):
                 old.copy_(p)
         heap.barrier()
         try:
-            with together(layer.world), writing(params):
+            with together(world), writing(params):
                 for p, old in zip(params, before):
                     for i, q in enumerate(sources):
                         if q < 0:
@@ -377,7 +395,7 @@ def _move(moe, sources, use_map):
     heap.close()
 
 
-def set_expert_map(moe, expert_map):
+def set_expert_map(moe: EPMoE, expert_map: ExpertMap | None) -> None:
     """Make a map that of a module, and move its weights.  Collective."""
     world = moe.layer.world
     if not isinstance(world, World):
@@ -394,4 +412,4 @@ def set_expert_map(moe, expert_map):
                              f"it to another module, or one with other parameters and buffers.  Add up the "
                              f"numbers of tokens of all ranks, and pass the same map on all")
     if holds != moe._holds:
-        _move(moe, _sources(moe, holds), lambda: moe._use_map(expert_map, holds))
+        _move(moe, world, _sources(moe, holds), lambda: moe._use_map(expert_map, holds))

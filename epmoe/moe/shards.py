@@ -11,35 +11,69 @@ optimizers, state dicts and set_expert_map all ask it.  With L experts on a rank
 for each expert: is_by_expert().  Of another tensor nothing is known but that it is the rank's own.
 """
 
+from __future__ import annotations
+
 import itertools
 import struct
 import threading
 import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from .. import _C
+from ..comm.nodes import Nodes
+from ..comm.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    from .module import EPMoE
+
+StateDict: TypeAlias = dict[str, Any]
 
 _HOME = "first call set_expert_map(None) on it, on all ranks"
-_modules = weakref.WeakSet()  # each EPMoE whose experts are on several ranks, or whose P is not E
-_meshes = weakref.WeakKeyDictionary()  # World -> {(device type, mesh of FSDP): DeviceMesh}
+# each EPMoE whose experts are on several ranks, or whose P is not E
+_modules: weakref.WeakSet[EPMoE] = weakref.WeakSet()
+# World -> {(device type, mesh of FSDP): DeviceMesh}
+_meshes: weakref.WeakKeyDictionary[World | Nodes, dict[tuple[str, DeviceMesh | None], DeviceMesh]] = (
+    weakref.WeakKeyDictionary())
 _lock = threading.Lock()  # ranks may be threads
+_has_hook = False
 
 
-def is_spread(world):
+def is_spread(world: World | Nodes) -> bool:
     """Return whether experts are on several ranks of a process group."""
     return world.size > 1 and world.group is not None
 
 
-def register(moe):
-    """Let this file know a module whose parameters are not simply all experts, or that FSDP may not shard."""
+def register(moe: EPMoE) -> None:
+    """Let this file know a module whose parameters are not simply all experts, or that FSDP may not shard.
+
+    The first one sets a hook, with which optimizers learn what belongs to experts.
+    """
+    global _has_hook
     with _lock:
         _modules.add(moe)
+        if not _has_hook:
+            register_optimizer_step_pre_hook(_before_step)
+            _has_hook = True
 
 
-def owners(of=lambda p: p):
+def is_registered(moe: EPMoE) -> bool:
+    """Whether register() was called for a module."""
+    with _lock:
+        return moe in _modules
+
+
+def owners(of: Callable[[Tensor], Tensor | None] = lambda p: p) -> dict[int, EPMoE]:
     """Return {id(of(p)): its EPMoE} of the parameters of all modules that are registered."""
     with _lock:
         modules = list(_modules)
@@ -49,9 +83,11 @@ def owners(of=lambda p: p):
 # ---- the tensors of experts ----
 
 
-def modules_below(root):
+def modules_below(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return [(path, module)] of a module and all below it, but not of another EPMoE and what is below it."""
-    found, seen, waiting = [], set(), [("", root)]
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    waiting = [("", root)]
     while waiting:
         path, module = waiting.pop()
         if module in seen or (module is not root and hasattr(module, "_adopted")):
@@ -63,33 +99,33 @@ def modules_below(root):
     return found
 
 
-def roots(moe):
+def roots(moe: EPMoE) -> tuple[nn.Module, ...]:
     """Return the modules whose tensors belong to the experts of an EPMoE: it, and those it has adopted."""
     return moe, *moe._adopted
 
 
-def named_tensors(root):
+def named_tensors(root: nn.Module) -> dict[str, Tensor]:
     """Return {name: tensor} of the parameters and buffers of experts below one of roots(moe)."""
     return {f"{path}.{name}" if path else name: t for path, module in modules_below(root)
             for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
 
 
-def tensors(moe):
+def tensors(moe: EPMoE) -> list[Tensor]:
     """Return all tensors that belong to the experts of an EPMoE, each once."""
     return list({id(t): t for root in roots(moe) for t in named_tensors(root).values()}.values())
 
 
-def is_by_expert(moe, t):
+def is_by_expert(moe: EPMoE, t: Tensor) -> bool:
     """Return whether a tensor of this rank has a row for each of its experts."""
     return t.dim() > 0 and t.shape[0] == moe.layer.num_local_experts
 
 
-def is_dtensor(t):
+def is_dtensor(t: Any) -> TypeGuard[DTensor]:
     """Return whether t is a DTensor.  Does not import torch.distributed.tensor, which takes a second."""
     return hasattr(t, "device_mesh")
 
 
-def as_bytes(t):
+def as_bytes(t: Tensor) -> Tensor:
     """Return t, or for FP8 and bool its bytes: DLPack takes neither, and not every operator of torch FP8."""
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
@@ -97,7 +133,7 @@ def as_bytes(t):
 # ---- meshes ----
 
 
-def exchanged(world, raw):
+def exchanged(world: World | Nodes, raw: Tensor) -> list[Tensor]:
     """Return the bytes of all ranks, which may be more than one exchange carries.  Collective.
 
     raw: A one-dimensional uint8 tensor on the CPU, of the same size on all ranks.
@@ -110,7 +146,7 @@ def exchanged(world, raw):
     return parts
 
 
-def learn_mesh(moe, mesh):
+def learn_mesh(moe: EPMoE, mesh: DeviceMesh) -> None:
     """Make the mesh of all ranks that have shards of a parameter, which FSDP shards over `mesh`.
 
     Collective among the ranks of the experts, once for each mesh.  Its first dimension has these ranks; the
@@ -125,12 +161,13 @@ def learn_mesh(moe, mesh):
     mine = torch.tensor(mesh.mesh.tolist(), dtype=torch.int32, device="cpu")  # contiguous, whatever the sizes
     rows = [raw.view(torch.int32).view(mine.shape) for raw in
             exchanged(world, mine.view(-1).view(torch.uint8))]
+    assert world.group is not None  # is_spread says so
     groups = [world.group, *(mesh.get_group(i) for i in range(mesh.ndim))]
     names = ("experts", *(f"replicas{i}" for i in range(mesh.ndim)))
     known[key] = DeviceMesh.from_group(groups, mesh.device_type, torch.stack(rows), mesh_dim_names=names)
 
 
-def _mesh_of(world, t):
+def _mesh_of(world: World | Nodes, t: Tensor) -> DeviceMesh:
     """Return the mesh of all ranks that have shards of what t is a part of."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -138,6 +175,7 @@ def _mesh_of(world, t):
     if is_dtensor(t):
         return known[t.device_mesh.device_type, t.device_mesh]
     if (t.device.type, None) not in known:
+        assert world.group is not None  # the caller has asked is_spread
         known[t.device.type, None] = DeviceMesh.from_group(world.group, t.device.type)
     return known[t.device.type, None]
 
@@ -145,7 +183,7 @@ def _mesh_of(world, t):
 # ---- parts and wholes ----
 
 
-def as_shard(moe, t, p):
+def as_shard(moe: EPMoE, t: Tensor, p: Tensor) -> Tensor:
     """Return t of this rank, without a copy, as a DTensor of all ranks.
 
     t: p, or what an optimizer has for p.
@@ -160,7 +198,8 @@ def as_shard(moe, t, p):
         raise RuntimeError(f"state_dict() of an EPMoE whose experts were moved: {_HOME}, or take "
                            f"epmoe.whole_state_dict(model)")
     world = moe.layer.world
-    local, placements = (t.to_local(), t.placements) if is_dtensor(t) else (t, ())
+    placements: Sequence[Any] = t.placements if is_dtensor(t) else ()
+    local = t.to_local() if is_dtensor(t) else t
     if is_own and not is_by_expert(moe, t):
         if not is_spread(world):
             return t
@@ -174,18 +213,16 @@ def as_shard(moe, t, p):
         num_all = moe.num_experts
         if end - first < len(moe._held):  # FSDP has not split it: see check_sharded
             local = local[:end - first]
-    if not (is_spread(world) or is_dtensor(t)):
-        return local
-    from torch.distributed.tensor import Shard
-
+    shape = num_all, *t.shape[1:]
     if is_spread(world):
-        mesh, placements = _mesh_of(world, t), [Shard(0), *placements]
-    else:
-        mesh = t.device_mesh
-    return _of_mesh(local, mesh, placements, (num_all, *t.shape[1:]), t.stride())
+        from torch.distributed.tensor import Shard
+
+        return _of_mesh(local, _mesh_of(world, t), [Shard(0), *placements], shape, t.stride())
+    return _of_mesh(local, t.device_mesh, placements, shape, t.stride()) if is_dtensor(t) else local
 
 
-def _of_mesh(local, mesh, placements, shape, stride=None):
+def _of_mesh(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int],
+             stride: tuple[int, ...] | None = None) -> Tensor:
     """Return the DTensor of a shape, of which `local` is this rank's part."""
     from torch.distributed.tensor import DTensor
 
@@ -194,7 +231,7 @@ def _of_mesh(local, mesh, placements, shape, stride=None):
                               stride=stride)
 
 
-def own_part(moe, t, p):
+def own_part(moe: EPMoE, t: Tensor, p: Tensor) -> Tensor:
     """Return what this rank keeps of t, which belongs to its tensor p: the inverse of as_shard.
 
     t: What as_shard returns, or that of all ranks as a plain tensor; also a number.
@@ -226,12 +263,12 @@ def own_part(moe, t, p):
     return _like(t, p, shape)
 
 
-def _shape_of_ranks(moe, p):
+def _shape_of_ranks(moe: EPMoE, p: Tensor) -> torch.Size:
     """Return the shape of all ranks' tensors p, where p has no row for each expert."""
     return torch.Size((moe.layer.world_size, *p.shape) if moe.layer.world_size > 1 else p.shape)
 
 
-def _own_row(moe, t, p):
+def _own_row(moe: EPMoE, t: Tensor, p: Tensor) -> Tensor:
     """Return own_part of t for a p without a row for each expert."""
     is_row = t.shape == p.shape
     if is_dtensor(t) and is_dtensor(p) and t.device_mesh == p.device_mesh:
@@ -243,7 +280,7 @@ def _own_row(moe, t, p):
     return _like(t if is_row else t[moe.layer.rank].clone(), p, None)
 
 
-def _like(t, p, shape):
+def _like(t: Tensor, p: Tensor, shape: Sequence[int] | None) -> Tensor:
     """Return t as p is: plain, or sharded.  shape: of the whole, if t is a shard, else None."""
     if not is_dtensor(p):
         return t
@@ -254,7 +291,7 @@ def _like(t, p, shape):
     return _of_mesh(t, p.device_mesh, p.placements, shape)
 
 
-def _placed(moe, t, first):
+def _placed(moe: EPMoE, t: Tensor, first: int) -> Tensor:
     """Return [L, ..] of this rank's physical experts.  t: the experts from `first` on."""
     if moe._held == list(range(first, first + t.shape[0])):
         return t
@@ -265,12 +302,12 @@ def _placed(moe, t, first):
     return out
 
 
-def save_own(moe, state_dict, prefix, metadata):
+def save_own(moe: EPMoE, state_dict: StateDict, prefix: str, metadata: StateDict) -> None:
     """A hook of an EPMoE, after its state dict was made."""
     save(moe, moe, state_dict, prefix, metadata)
 
 
-def save(moe, root, state_dict, prefix, metadata):
+def save(moe: EPMoE, root: nn.Module, state_dict: StateDict, prefix: str, metadata: StateDict) -> None:
     """Put the tensors of experts below one of roots(moe) into its state dict as DTensors.
 
     Notes in the metadata which experts they are.  With keep_vars=True the tensors themselves are left there.
@@ -292,19 +329,21 @@ def save(moe, root, state_dict, prefix, metadata):
                                f"parameter nor a buffer: make it one (register_buffer)")
 
 
-def own_entries(moe, root, state_dict, prefix, metadata, errors):
+def own_entries(moe: EPMoE, root: nn.Module, state_dict: StateDict, prefix: str, metadata: StateDict,
+                errors: list[str]) -> StateDict:
     """Return {key: what this rank keeps} of the tensors of experts below one of roots(moe), in a state dict.
 
     Appends to `errors` if they are the experts of another rank, whose file this rank has read.
     """
-    saved, own = metadata.get("experts"), {}
+    saved = metadata.get("experts")
+    own: StateDict = {}
     for name, p in named_tensors(root).items():
         t = state_dict.get(prefix + name)
         if not isinstance(t, torch.Tensor):
             continue
         is_by_rank = not is_by_expert(moe, p)
         if is_by_rank and t.shape not in (p.shape, _shape_of_ranks(moe, p)):
-            got = f"of {t.shape[0]} ranks" if t.dim() and t.shape[1:] == p.shape else list(t.shape)
+            got = f"of {t.shape[0]} ranks" if t.dim() and t.shape[1:] == p.shape else str(list(t.shape))
             errors.append(f"{prefix}{name}: is {got}, but wanted {list(p.shape)} of each of "
                           f"{moe.layer.world_size} ranks.  The shape does not say which experts its parts "
                           f"belong to, so that only as many ranks can load it.")
@@ -327,19 +366,20 @@ def own_entries(moe, root, state_dict, prefix, metadata, errors):
     return own
 
 
-def load_adopted(moe, root, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+def load_adopted(moe: EPMoE, root: nn.Module, state_dict: StateDict, prefix: str, metadata: StateDict,
+                 strict: bool, missing: list[str], unexpected: list[str], errors: list[str]) -> None:
     """A hook of a module that an EPMoE has adopted, before it loads a state dict."""
     state_dict.update(own_entries(moe, root, state_dict, prefix, metadata, errors))
 
 
-def experts_of_rank(moe):
+def experts_of_rank(moe: EPMoE) -> tuple[int, int]:
     """Return the first expert that a rank has, and the one after its last, in the home of the experts."""
     num = -(-moe.num_experts // moe.layer.world_size)
     first = min(moe.layer.rank * num, moe.num_experts)
     return first, min(first + num, moe.num_experts)
 
 
-def which_experts(moe, prefix):
+def which_experts(moe: EPMoE, prefix: str) -> str:
     """Return a line for an error: which experts a rank has."""
     first, end = experts_of_rank(moe)
     has = f"the experts {first} to {end - 1}" if end > first else "none"
@@ -350,11 +390,12 @@ def which_experts(moe, prefix):
 # ---- optimizers ----
 
 
-def _params(optimizer):
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _map_states(optimizer, state_dict, function):
+def _map_states(optimizer: torch.optim.Optimizer, state_dict: StateDict,
+                function: Callable[[EPMoE, Tensor, Tensor], Tensor]) -> StateDict:
     """Return a state dict with function(moe, t, p) of each tensor in the state of an expert parameter p."""
     known, states = owners(), dict(state_dict["state"])
     keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -364,15 +405,15 @@ def _map_states(optimizer, state_dict, function):
     return {**state_dict, "state": states}
 
 
-def _after_state_dict(optimizer, state_dict):
+def _after_state_dict(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     return _map_states(optimizer, state_dict, as_shard)
 
 
-def _before_load_state_dict(optimizer, state_dict):
+def _before_load_state_dict(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
     return _map_states(optimizer, state_dict, own_part)
 
 
-def before_step(optimizer, args, kwargs):
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let the state dict of an optimizer hold the states of experts as DTensors, from its first step on.
 
     torch calls it before each step of each optimizer.
@@ -382,7 +423,7 @@ def before_step(optimizer, args, kwargs):
 
 
 @torch._disable_dynamo
-def _teach(optimizer):
+def _teach(optimizer: Any) -> None:
     known = owners()
     mine = [(known[id(p)], p) for p in _params(optimizer) if id(p) in known]
     if mine and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
@@ -406,7 +447,7 @@ def _teach(optimizer):
 # ---- numbers of all ranks ----
 
 
-def of_ranks(moe, number):
+def of_ranks(moe: EPMoE, number: Tensor) -> Tensor:
     """Return the numbers of all ranks, a tensor [W], from a tensor with one number.  Collective."""
     world = moe.layer.world
     if world.group is None:
