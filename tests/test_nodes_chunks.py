@@ -138,7 +138,7 @@ def mistakes(nodes):
     found["other"] = outcome(lambda: moe(x, idx, weight))
     moe.num_chunks = 3
     right = step(moe, CASES[0])
-    rows = torch.zeros(moe.last_layout.num_rows, HIDDEN)
+    rows = torch.zeros(moe.last_layout.num_rows, moe.layer.hidden)
     found["returned"] = outcome(lambda: moe.layer.combine(rows, moe.last_layout))
     one = moe_of(nodes, 1)
     want = step(one, CASES[0])

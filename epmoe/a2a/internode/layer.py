@@ -20,7 +20,7 @@ from ...comm.validation import BARRIER, COMBINE, DISPATCH, FAILED, FINALIZE, OP_
 from ...errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
 from ...torch_modes import check_mode, requires_grad
 from ...gemm.activations import Activation
-from ..base import Group, cast
+from ..base import cast
 from ..fused import EpAll2AllFusedOp, check_no_gradients
 from ..layer import EPAll2AllLayer, check_rail_capacity
 from ..layout import Layout
@@ -29,6 +29,9 @@ from .fixed import FixedPlans, is_capturing
 from .plan import NodesLayout
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ...moe.module import EPMoE
 
 _DESCRIPTION_BYTES = 480
@@ -60,9 +63,10 @@ class InternodeLayer(EPAll2AllLayer):
     low_latency = None
     _owns_heap = False
 
-    def __init__(self, ep_group: Any, max_tokens: int, hidden: int, topk: int, rank: int | None = None,
-                 num_tot_experts: Any = None, local_world_size: int | None = None,
-                 world_size: int | None = None, *args: Any, **options: Any) -> None:
+    def __init__(self, ep_group: Nodes | ProcessGroup | DeviceMesh | None, max_tokens: int, hidden: int,
+                 topk: int, rank: int | None = None, num_tot_experts: int | None = None,
+                 local_world_size: int | None = None, world_size: int | None = None, *args: Any,
+                 **options: Any) -> None:
         timeout_s = options.get("timeout_s")
         nodes = Nodes.of(ep_group, local_world_size, timeout_s)
         self.nodes = self.world = nodes
@@ -71,7 +75,7 @@ class InternodeLayer(EPAll2AllLayer):
         self.num_nodes = nodes.num_nodes
         self.node = nodes.node
         try:
-            self._check_sizes(rank, world_size, num_tot_experts, options)
+            num_experts = self._check_sizes(rank, world_size, num_tot_experts, options)
             if timeout_s is not None:
                 nodes.set_timeout(timeout_s)
         except Exception:
@@ -86,7 +90,7 @@ class InternodeLayer(EPAll2AllLayer):
         try:
             self.team_layer = self._kind_of_team(
                 nodes.team, _tokens_of_team(nodes, int(max_tokens), options), hidden, topk, None,
-                int(num_tot_experts) // nodes.num_nodes, None, None, *args, **options)
+                num_experts // nodes.num_nodes, None, None, *args, **options)
         except Exception:
             with contextlib.suppress(EpError):
                 nodes._refuse()
@@ -97,7 +101,7 @@ class InternodeLayer(EPAll2AllLayer):
             with contextlib.suppress(EpError):
                 self.team_layer.finalize()
             raise
-        self._take(int(max_tokens), int(num_tot_experts))
+        self._take(int(max_tokens), num_experts)
         if self.device.type == "cuda":  # NCCL connects in its first exchange, for which it allocates
             nodes._exchange_rows(*torch.zeros(2, nodes.num_nodes, dtype=torch.int32, device=self.device))
         self._number = nodes._num_layers
@@ -384,8 +388,9 @@ class InternodeLayer(EPAll2AllLayer):
 
     # ---- checks of arguments on each rank, before the validation ----
 
-    def _check_sizes(self, rank: int | None, world_size: int | None, num_tot_experts: Any,
-                     options: dict[str, Any]) -> None:
+    def _check_sizes(self, rank: int | None, world_size: int | None, num_tot_experts: int | None,
+                     options: dict[str, Any]) -> int:
+        """Check what all ranks must have alike.  Returns the number of experts."""
         for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
             if got is not None and got != want:
                 raise ValueError(f"{name}={got}, but the group says {want}: leave it out")
@@ -406,6 +411,7 @@ class InternodeLayer(EPAll2AllLayer):
             raise ValueError(f"rail_capacity {rail_capacity} without capacity: the host would still read the "
                              f"rows of each rank in each call: pass capacity, too, the most rows that a rank "
                              f"can receive, or leave rail_capacity out")
+        return int(num_tot_experts)
 
     def _checked(self, input: Tensor, exp_indices: Any, weight: Tensor | None,
                  full_scatter_indices: Tensor | None, layout: Layout | None,
