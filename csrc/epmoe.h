@@ -262,6 +262,7 @@ int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words
 #define EP_FIELD_OF_PLAN_OUT const EpTensor *
 #define EP_FIELD_OF_U32 uint32_t
 #define EP_FIELD_OF_F64 double
+#define EP_FIELD_OF_PLANNED uint32_t
 #define EP_FIELD_OF_AWAITS uint32_t
 #define EP_ARGUMENT(S, kind, name) EP_FIELD_OF_##kind name;
 #define X(NAME, name, Type, text)           \

@@ -21,7 +21,7 @@ ARGUMENTS = {
 }
 INPUTS = {"TENSOR": "Tensor", "OPTIONAL": "Tensor | None", "OWN": "Tensor", "PLAN": "Tensor"}
 OUTPUTS = {"OUT": "Tensor", "OWN_OUT": "Tensor", "OWN_OUT_OPTIONAL": "Tensor | None", "PLAN_OUT": "Tensor"}
-TYPES = INPUTS | OUTPUTS | {"U32": "int", "F64": "float", "AWAITS": "int"}
+TYPES = INPUTS | OUTPUTS | {"U32": "int", "F64": "float", "PLANNED": "int", "AWAITS": "int"}
 
 
 def test_operations_table_was_read():

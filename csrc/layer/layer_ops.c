@@ -119,6 +119,7 @@ int ep_layer_expert_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void
 #define OPERANDS_PLAN_OUT OUTPUT
 #define OPERANDS_U32(name)
 #define OPERANDS_F64(name)
+#define OPERANDS_PLANNED(name)
 #define OPERANDS_AWAITS(name)
 #define OPERANDS(S, kind, name) OPERANDS_##kind(name)
 

@@ -42,6 +42,7 @@ typedef enum {
  *   PLAN, PLAN_OUT     OWN and OWN_OUT: the tensor of the plan, or the handle of a low-latency operation. The
  *             operation runs on the current stream of its framework
  *   U32, F64  numbers; they come after the tensors
+ *   PLANNED   U32; if 0, the call makes the plan by itself
  *   AWAITS    U32; if not 0, the operation waits until its plan has the number of rows */
 
 /* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
@@ -242,7 +243,7 @@ typedef enum {
     X(S, F64, alpha)                \
     X(S, F64, limit)                \
     X(S, U32, requires_grad)        \
-    X(S, U32, is_planned)           \
+    X(S, PLANNED, is_planned)       \
     X(S, AWAITS, awaits_rows)
 
 /* The first half of the backward of experts, before experts_up: dispatch of dy [T][H], its product with down,

@@ -207,7 +207,7 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
 /* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it, -> (rows of the
  * plan that it awaited, whether it was launched, how many fused operations ran) ---- */
 
-enum { TENSOR, OPTIONAL, OUT, OWN, OWN_OUT, OWN_OUT_OPTIONAL, PLAN, PLAN_OUT, U32, F64, AWAITS };
+enum { TENSOR, OPTIONAL, OUT, OWN, OWN_OUT, OWN_OUT_OPTIONAL, PLAN, PLAN_OUT, U32, F64, PLANNED, AWAITS };
 enum { MAX_ARGS = 32 };
 typedef struct {
     uint8_t kind;
@@ -219,15 +219,19 @@ typedef struct {
     int (*call)(EpLayer *l, uint32_t buffer, const void *fields, void *stream, EpRan *ran); /* NULL: run op */
 } Operation;
 
-/* Read the numbers, and find the plan and whether the operation waits for it. */
+/* Read the numbers, and find the plan and whether the operation waits for it: a call that makes its plan by
+ * itself has no plan to wait for before it runs. */
 static bool get_numbers(const Operation *op, PyObject *tuple, char *fields, PyObject **plan, bool *awaits) {
+    bool is_planned = true;
     for (uint32_t i = 0; i < op->num_args; i++) {
         const Argument *a = &op->args[i];
         PyObject *value = PyTuple_GetItem(tuple, i);
         uint32_t *number = (uint32_t *)(void *)(fields + a->off);
         if (a->kind == PLAN || a->kind == PLAN_OUT) *plan = value;
-        if ((a->kind == U32 || a->kind == AWAITS) && !ep_get_u32(value, number)) return false;
-        if (a->kind == AWAITS) *awaits = *number != 0;
+        const bool is_number = a->kind == U32 || a->kind == PLANNED || a->kind == AWAITS;
+        if (is_number && !ep_get_u32(value, number)) return false;
+        if (a->kind == PLANNED) is_planned = *number != 0;
+        if (a->kind == AWAITS) *awaits = is_planned && *number != 0;
         if (a->kind == F64 && !ep_get_double(value, (double *)(void *)(fields + a->off))) return false;
     }
     return true;

@@ -84,7 +84,7 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         a2a._check_idle(_C.OP_LL_DISPATCH, 0)
         kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         allocate, hidden, inner = a2a._allocator(), a2a.hidden, down.shape[2]
-        weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
+        weight = topk_weights if topk_weights.dtype == torch.float32 else experts_ops.as_float32(topk_weights)
         if gate_up_bias is not None or down_bias is not None:
             gate_up_bias, down_bias = (experts_ops.bias_of(a2a, b) for b in (gate_up_bias, down_bias))
         x, weight, gate_up, gate_up_bias, down, down_bias = experts_ops.aligned_all(

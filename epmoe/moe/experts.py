@@ -6,6 +6,17 @@ down, DGRAD of gate and up, combine of dx, and WGRAD of gate and up.  csrc/layer
 the fused kernels exist, each product of rows shares a launch with the communication beside it.  Elsewhere the
 stages run one after the other, with the same results, bit for bit.
 
+    call of the module   operations, in their order
+    layer_experts        plan; dispatch of x; a = act(h) of h = rows @ gate_up.T + bias; a @ down.T + bias;
+                         combine
+    layer_experts_down   g = dispatch of dy; g @ down; of the activation d_h, and weighted = a * row_weight;
+                         dots = what row_weight gets from g and a
+    layer_experts_up     d_down = g.T @ weighted; d_h @ gate_up; combine of dx, and of dots to the tokens;
+                         d_gate_up = d_h.T @ rows
+
+g has no weights of rows in it, d_h has.  So the gradient of down's bias is a sum of weighted g, that of the
+other bias a sum of d_h.
+
 Eager calls go through an autograd.Function.  Where something must see operators, as a compiler, they are
 torch.ops.epmoe.experts and the two of its backward.
 """
@@ -86,7 +97,7 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         if forward_ad._current_level >= 0:
             check_mode(tokens, topk_weights, *parameters)
-        weight = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.to(torch.float32)
+        weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)
         empty = layer._allocator()
         layout = EPLayout(layer, empty((layer._plan_words(len(tokens)),), (1,), torch.int32), len(tokens), 0)
         if requires_grad(tokens, weight, *parameters):
@@ -116,6 +127,13 @@ def _run_planned(layer: EPAll2AllLayer, layout: EPLayout, tokens: Tensor, weight
 
 
 # ---- calls of the module ----
+
+
+def as_float32(topk_weights: Tensor) -> Tensor:
+    """Return routing weights as the module takes them.  Raises TypeError for integers."""
+    if not topk_weights.dtype.is_floating_point:
+        raise TypeError(f"topk_weights: wanted a floating-point dtype, got {topk_weights.dtype}")
+    return topk_weights.to(torch.float32)
 
 
 def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,

@@ -78,13 +78,14 @@ def as_rows(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Te
     """Return the three as [T, size], contiguous."""
     topk = layer.topk * layer._copies
     given = ("x", x, layer.hidden), ("topk_idx", topk_idx, topk), ("topk_weights", topk_weights, topk)
-    return [t if type(t) is torch.Tensor and t.layout is torch.strided and t.dim() == 2
-            and t.shape[1] == size and t.is_contiguous() else flatten(name, t, size)
+    device = layer.device
+    return [t if type(t) is torch.Tensor and t.layout is torch.strided and t.device == device
+            and t.dim() == 2 and t.shape[1] == size and t.is_contiguous() else flatten(name, t, size, device)
             for name, t, size in given]
 
 
-def flatten(name: str, t: Any, size: int) -> Tensor:
-    """Return [.., size] as [T, size], contiguous."""
+def flatten(name: str, t: Any, size: int, device: torch.device) -> Tensor:
+    """Return [.., size] as [T, size], contiguous.  Raises ValueError or TypeError for other tensors."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
     if t.is_nested or t.layout is not torch.strided:
@@ -92,8 +93,10 @@ def flatten(name: str, t: Any, size: int) -> Tensor:
                          f"{'nested' if t.is_nested else t.layout}")
     check_plain(name, t)
     # a compiler cannot tell the other ranks: the layer checks it
-    if t.dim() and torch.compiler.is_compiling():
-        size = t.shape[-1]
+    if torch.compiler.is_compiling():
+        size = t.shape[-1] if t.dim() else size
+    elif t.device != device:
+        raise ValueError(f"{name}: wanted a tensor on {device}, where the module is, got one on {t.device}")
     if t.dim() == 0 or t.shape[-1] != size:
         raise ValueError(f"{name}: wanted shape [.., {size}], got {list(t.shape)}")
     return t.reshape(-1, size).contiguous()
@@ -121,9 +124,6 @@ def check_rows(layer: EPAll2AllLayer, most: int, x: Tensor, topk_idx: Tensor, to
     if not topk_weights.dtype.is_floating_point:
         raise TypeError(f"topk_weights: wanted a floating-point dtype, got {topk_weights.dtype}")
     for name, t in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-        if t.device != layer.device:
-            raise ValueError(f"{name}: wanted a tensor on {layer.device}, where the module is, got one on "
-                             f"{t.device}")
         if t.shape[0] != x.shape[0]:
             raise ValueError(f"x has {x.shape[0]} tokens, but {name} has {t.shape[0]}: must be the same")
     if x.shape[0] > most:
