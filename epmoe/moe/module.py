@@ -668,8 +668,8 @@ class EPMoE(nn.Module):
             return self._weight_gradients.weight(p, self.gradient_scale)
         return p if self.gradient_scale == 1 else _ScaledGradient.apply(p, self.gradient_scale)
 
-    def _compute(self, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
-                 weights: Weights | None = None) -> tuple[Tensor, Layout | None]:
+    def _compute(self, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Any,
+                 weights: Any = None) -> tuple[Tensor, Any]:
         """Apply the experts of a node, for a layer over several nodes.  Returns (y, layout).
 
         layer: that of the node.  weights: None, or what _weights() has returned.
