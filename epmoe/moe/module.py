@@ -341,8 +341,8 @@ class EPMoE(nn.Module):
             "combine_order": combine_order, "fused": fused, "host_counts": host_counts,
             "num_buffers": num_buffers, "reserve_sms": reserve_sms, "heap": heap, "timeout_s": timeout_s,
             "rail_dtype": rail_dtype, "rail_capacity": rail_capacity}
-        given = [n for n, v in options.items() if v != _DEFAULTS[n].default]
-        if given and layer is not None:
+        given = layer is not None and [n for n, v in options.items() if v != _DEFAULTS[n].default]
+        if given:
             raise TypeError(f"{', '.join(given)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
         world = layer.world if layer is not None else world_of(ep_group, heap, timeout_s, local_world_size)
