@@ -278,7 +278,7 @@ class InternodeLayer(EPAll2AllLayer):
             return rows.Home.apply(call(), None, layout, True)[0]
 
     def _apply(self, moe: EPMoE, x: Tensor, topk_idx: Tensor,
-               topk_weights: Tensor) -> tuple[Tensor, Layout]:
+               topk_weights: Tensor) -> tuple[Tensor, Layout | None]:
         """Apply the experts of an EPMoE: those of this node through the team layer, to what has arrived."""
         params: Any = (moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias)
         if torch.compiler.is_compiling() and self.rail_capacity is None:
@@ -300,6 +300,7 @@ class InternodeLayer(EPAll2AllLayer):
             if num_chunks > 1:
                 return pipeline.apply(self, moe, num_chunks, params, x, topk_idx, topk_weights)
             layout, here, weight_here = self._send(x, topk_idx, topk_weights, None, None, 0, *params)
+            assert weight_here is not None  # topk_weights is a tensor
             if self._fixed is not None:
                 self._fixed.owes_result = True
             try:

@@ -135,7 +135,7 @@ torch.library.register_autograd("epmoe::nodes_home", _home_backward, setup_conte
 
 
 def apply(layer: InternodeLayer, moe: EPMoE, gradients: bool, x: Tensor, topk_idx: Tensor,
-          topk_weights: Tensor) -> tuple[Tensor, Layout]:
+          topk_weights: Tensor) -> tuple[Tensor, Layout | None]:
     """Apply the experts of an EPMoE as operators, for a compiler.  Returns (y, layout of the node)."""
     here_idx, *kept = torch.ops.epmoe.nodes_plan(x, topk_weights, topk_idx, layer.id, gradients)
     here, weight = torch.ops.epmoe.nodes_out(x, topk_weights, *kept, layer.id, here_idx.shape[0], -1)

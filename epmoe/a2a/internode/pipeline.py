@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from .plan import NodesLayout
 if TYPE_CHECKING:
     from ...moe.module import EPMoE
     from .layer import InternodeLayer
+
+# Gate and up, their bias or None, down, its bias or None, as EPMoE._weights returns them.
+Weights: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 
 
 class Flight:
@@ -249,11 +252,11 @@ class _Use(torch.autograd.Function):
         return ctx.total.add(grad), None
 
 
-def _weights_of(moe: EPMoE, num_uses: int) -> list[tuple[Tensor | None, ...]]:
+def _weights_of(moe: EPMoE, num_uses: int) -> list[Weights]:
     """Return a list of the experts' weights and biases for each chunk."""
-    lists: list[list[Tensor | None]] = []
+    lists: list[list[Any]] = []
     for p in moe._weights():
-        uses = [p] * num_uses
+        uses: list[Any] = [p] * num_uses
         if p is not None and requires_grad(p) and p.dtype != torch.float32:
             total = _Total(p, num_uses)
             if p.dim() == 3 and p.is_contiguous():
@@ -263,7 +266,8 @@ def _weights_of(moe: EPMoE, num_uses: int) -> list[tuple[Tensor | None, ...]]:
             else:
                 uses = [_Use.apply(p, total) for _ in uses]
         lists.append(uses)
-    return list(zip(*lists))
+    of_chunks: list[Any] = list(zip(*lists))
+    return of_chunks
 
 
 def apply(layer: InternodeLayer, moe: EPMoE, num_chunks: int, params: tuple[Tensor | None, ...], x: Tensor,
