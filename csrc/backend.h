@@ -110,8 +110,9 @@ void ep_comm_close(EpCommBuffer *b); /* local */
 uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream);
 /* Called before an operation: 0, or the error of the world or of an earlier operation of this buffer. */
 int ep_comm_check(EpCommBuffer *b, void *stream);
-/* End the world, because this rank could not launch an operation on its GPU: it cannot refuse by a header,
- * which needs a launch too, and its peers would wait for this rank. The text of ep_error_text() is kept. */
+/* End the world, because this rank could not launch an operation on its GPU: it cannot propagate the error by
+ * a header, which needs a launch too, and its peers would wait for this rank. The text of ep_error_text() is
+ * kept. */
 void ep_comm_give_up(EpCommBuffer *b, int code, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);
 EpWorld *ep_heap_world(const EpHeap *heap);

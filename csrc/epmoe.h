@@ -58,7 +58,7 @@ int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *world
 int ep_world_all_gather(EpWorld *world, const void *mine, uint32_t num_bytes, void *all);
 /* Take part in an all-gather only to report that this rank failed with `code`. The other ranks get EP_EPEER
  * instead of waiting. */
-int ep_world_refuse(EpWorld *world, int code);
+int ep_world_propagate_error(EpWorld *world, int code);
 /* Set the function that a thread calls ten times a second while it waits for a peer or a stream. If the
  * function returns true, the wait and its world end. The Python module uses it to check for Ctrl-C. There is
  * one function for the whole process; NULL removes it. */
@@ -313,14 +313,14 @@ int ep_layer_expert_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, 
                          int32_t *expert_rows, uint32_t *num_experts);
 /* Enter operation `op` only to report that this rank failed with `code`. The other ranks raise an error
  * instead of waiting. */
-int ep_layer_refuse(EpLayer *layer, uint32_t buffer, uint32_t op, int code, void *stream);
+int ep_layer_propagate_error(EpLayer *layer, uint32_t buffer, uint32_t op, int code, void *stream);
 int ep_layer_barrier(EpLayer *layer, uint32_t buffer, void *stream);
 /* Wait for the stream, then return the error of the operations in it. */
 int ep_layer_sync(EpLayer *layer, void *stream);
 /* From now on, the fused kernels on this buffer write the times of their warps' work to `events`, i64
- * [blocks * 12 * room * 2], zeroed. NULL stops this. EP_EINVAL if the module was built without the
+ * [blocks * 12 * capacity * 2], zeroed. NULL stops this. EP_EINVAL if the module was built without the
  * profiler. */
-int ep_layer_trace(EpLayer *layer, uint32_t buffer, const EpTensor *events, uint32_t room);
+int ep_layer_trace(EpLayer *layer, uint32_t buffer, const EpTensor *events, uint32_t capacity);
 EpHeap *ep_layer_heap(EpLayer *layer);
 
 /* ---- devices: local to a rank, CUDA only ---- */

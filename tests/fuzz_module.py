@@ -180,7 +180,7 @@ SIGNATURES = {
     "world_create": "small small seconds fd nonce names",
     "world_threads": "n seconds", "world_check": "W", "world_lost_ranks": "W",
     "world_set_timeout": "W seconds", "world_close": "W flag", "world_all_gather": "W bytes",
-    "world_refuse": "W code", "world_flight_record": "W", "world_reason": "W",
+    "world_propagate_error": "W code", "world_flight_record": "W", "world_reason": "W",
     "world_abort": "W code text", "world_set_place": "W small small",
     "world_check_handler": "", "world_set_waiting": "flag",
     "heap_create": "W small n size code", "heap_alloc": "H size n code", "heap_free": "H off",
@@ -198,7 +198,7 @@ SIGNATURES = {
     "layer_dispatch_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
                           " recv small",
     "layer_combine": "L small | rows row_weight? row_weight? x? x? plan recv out out_scalar? small small",
-    "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
+    "layer_propagate_error": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out out? small"
                            " seconds seconds small small small",
     "layer_dispatch_gemm_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"

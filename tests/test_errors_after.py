@@ -16,7 +16,7 @@ from cases import (
     outcome, run_routing,
 )
 from epmoe import _C
-from epmoe.comm.refusals import reporting
+from epmoe.comm.error_propagation import reporting
 
 BAD = 1  # the rank that makes a mistake
 CASE = Case(num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full", weights=True)

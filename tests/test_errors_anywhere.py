@@ -23,8 +23,8 @@ HERE = os.path.dirname(epmoe.__file__)
 NUM_TOKENS, HIDDEN, INNER, TOPK = 6, 128, 128, 2
 # What runs before a call or after its last operation, what tells the other ranks, and what only looks at
 # flags of torch, to learn which operation is next (path_of, is_traced).
-OUTSIDE = {"forward", "_refuse", "_refuse_now", "status_of", "is_watched", "layer_of", "unflatten",
-           "_by_token", "_set_last_layout", "cast", "sink_of", "_weigh", "row_dots", "path_of", "is_traced"}
+OUTSIDE = {"forward", "_propagate", "_propagate_now", "status_of", "is_watched", "layer_of", "unflatten",
+           "_by_token", "cast", "deferred_wgrad_of", "_weigh", "row_dots", "path_of", "is_traced"}
 
 
 class Injected(Exception):
@@ -64,7 +64,7 @@ class Places:
 def is_outside(frame):
     name = frame.f_code.co_name
     return (name in OUTSIDE or name.startswith("_save") or os.path.basename(frame.f_code.co_filename)
-            in ("errors.py", "world.py", "heap.py", "refusals.py"))
+            in ("errors.py", "world.py", "heap.py", "error_propagation.py"))
 
 
 def tensors(world, dtype):

@@ -163,13 +163,13 @@ def test_experts_report_an_error_of_a_recomputed_forward_once(ranks):
         t = tensors(CASE, world.rank, world.size, device)
         moe = make_moe(world, device, CASE, t)
         keep(world, moe)
-        is_wrong, refused, refuse = False, [], moe.layer._refuse_now
+        is_wrong, refused, refuse = False, [], moe.layer._propagate_now
 
         def refuse_and_count(op, error, buffer):
             refused.append(op)
             refuse(op, error, buffer)
 
-        moe.layer._refuse_now = refuse_and_count
+        moe.layer._propagate_now = refuse_and_count
 
         def forward(x):
             return moe(x.double() if is_wrong and world.rank == BAD else x, t.idx, t.weight)

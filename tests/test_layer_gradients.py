@@ -105,7 +105,7 @@ def test_layer_checkpointing_is_not_reported_as_an_error(ranks, monkeypatch, fus
     report it to the peers, because no rank has failed.
     """
     refusals = []
-    monkeypatch.setattr(epmoe._C, "layer_refuse", lambda *args: refusals.append(args))
+    monkeypatch.setattr(epmoe._C, "layer_propagate_error", lambda *args: refusals.append(args))
 
     def run(world, device):
         op = epmoe.EpAll2AllFusedOp(world, 16, 32, 2, num_tot_experts=2 * world.size, dtype=torch.bfloat16,

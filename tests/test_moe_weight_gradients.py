@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epmoe
 from cases import check_outcomes, outcome, process_ranks
-from epmoe.gemm.weight_gradients import Sink
+from epmoe.gemm.weight_gradients import DeferredWgrad
 from moe_cases import Model, inputs_of, make_moe
 from pace import HANG_S
 
@@ -193,7 +193,7 @@ def steps_of(world, device):
                 moe.backward_dw()
         moe.finalize()
     gc.collect()
-    return sum(type(o) is Sink for o in gc.get_objects())
+    return sum(type(o) is DeferredWgrad for o in gc.get_objects())
 
 
 def test_moe_gradients_leave_nothing_in_memory(ranks):

@@ -204,7 +204,7 @@ def test_a_rank_without_memory_is_an_error_on_all_ranks():
         team, good = moe.layer.team_layer, moe.layer._fixed._plan_of_team
 
         def fails(exp_indices, scatter, buffer):
-            team._refuse(epmoe._C.OP_PLAN, MemoryError("no memory"), buffer)
+            team._propagate(epmoe._C.OP_PLAN, MemoryError("no memory"), buffer)
 
         if nodes.rank == BAD:
             moe.layer._fixed._plan_of_team = fails

@@ -128,7 +128,7 @@ def mistakes(nodes):
             if next(calls) < chunk:
                 return good(layer, *args)
             out = layer.dispatch(args[0], args[1], args[2])
-            return layer._refuse(epmoe._C.OP_COMBINE, MemoryError("no memory"), out[2].buffer)
+            return layer._propagate(epmoe._C.OP_COMBINE, MemoryError("no memory"), out[2].buffer)
 
         moe._compute = fails if is_bad else good
         found["memory", chunk] = outcome(lambda: moe(x, idx, weight))

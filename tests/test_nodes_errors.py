@@ -144,7 +144,7 @@ def no_memory(nodes):
 
     def fails(layer, *args):
         out = layer.dispatch(args[0], args[1], args[2])
-        return layer._refuse(epmoe._C.OP_COMBINE, MemoryError("no memory"), out[2].buffer)
+        return layer._propagate(epmoe._C.OP_COMBINE, MemoryError("no memory"), out[2].buffer)
 
     if nodes.rank == BAD:
         moe._compute = fails

@@ -225,7 +225,7 @@ static bool is_sound(const EpShape *s, uint32_t me, const EpPlanLayout *l, const
     uint32_t W = s->num_ranks, K = s->num_topk, L = ep_num_local_experts(s);
     uint64_t T = l->num_tokens;
     if (plan[EP_HEAD_STATUS] || plan[EP_HEAD_NUM_TOKENS] != (int32_t)T)
-        /* The rank will refuse the operation when it enters (ep_make_header), so it does not use the
+        /* The rank will propagate the error when it enters (ep_make_header), so it does not use the
          * rest of the plan. */
         return true;
     if (!all_below(plan + EP_HEAD_NUM_ROWS, 1, 0, 1ll + s->capacity) ||
@@ -247,7 +247,7 @@ static bool is_sound(const EpShape *s, uint32_t me, const EpPlanLayout *l, const
     }
     return true;
 }
-static int refuse_plan(const EpComm *c, uint32_t op) {
+static int propagate_bad_plan(const EpComm *c, uint32_t op) {
     EpComm comm = *c;
     comm.status = EP_EINVAL;
     ep_cpu_enter(&comm, op);
@@ -265,20 +265,20 @@ static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void
     (void)device, (void)stream;
     return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
                ? run(dispatch_part, &p->comm, p, num_sm)
-               : refuse_plan(&p->comm, EP_OP_DISPATCH);
+               : propagate_bad_plan(&p->comm, EP_OP_DISPATCH);
 }
 static int dispatch_fp8(int device, const EpDispatchFp8Params *p, uint32_t num_sm, void *stream) {
     const EpComm *c = &p->dispatch.comm;
     (void)device, (void)stream;
     return is_sound(&c->shape, c->my_rank, &p->dispatch.layout, p->dispatch.plan)
                ? run(dispatch_fp8_part, c, p, num_sm)
-               : refuse_plan(c, EP_OP_DISPATCH_FP8);
+               : propagate_bad_plan(c, EP_OP_DISPATCH_FP8);
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
     return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
                ? run(combine_part, &p->comm, p, num_sm)
-               : refuse_plan(&p->comm, EP_OP_COMBINE);
+               : propagate_bad_plan(&p->comm, EP_OP_COMBINE);
 }
 static int ll_dispatch(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
@@ -350,7 +350,7 @@ static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) 
     if (!code) return combine(device, &p->combine, p->num_move_blocks, stream);
     EpComm comm = p->combine.comm;
     comm.status = code;
-    ep_cpu_enter(&comm, EP_OP_GEMM_COMBINE); /* refuses */
+    ep_cpu_enter(&comm, EP_OP_GEMM_COMBINE); /* propagates the error */
     return code;
 }
 static int activation(int device, const EpActivationParams *p, void *stream) {

@@ -14,7 +14,7 @@ void ep_cpu_enter(const EpComm *c, uint32_t op) {
     if (epoch == 0) return;
     if (c->shape.combine_mode == EP_LOW_LATENCY) {
         EpLlHead heads[EP_MAX_RANKS];
-        ep_ll_refuse(c, op, epoch, heads);
+        ep_ll_propagate_error(c, op, epoch, heads);
     } else {
         EpHeader h = ep_make_header(c, op, NULL, NULL, 0, 0);
         ep_enter(c, &h, epoch);

@@ -22,7 +22,8 @@ void ep_cpu_activation(const EpActivationParams *p);
 /* The grouped GEMM of bf16 or fp16, in the calling thread: 0, or an error. */
 int ep_cpu_gemm(const EpGemmParams *p);
 /* Run an operation without data. When it returns, all ranks have entered, or the operation has failed. If
- * comm.status is set, this rank refuses operation `op`, whose arguments it could not accept. */
+ * comm.status is set, this rank propagates an error in operation `op`, whose arguments it could not
+ * accept. */
 void ep_cpu_enter(const EpComm *c, uint32_t op);
 
 #endif /* EP_CPU_OPS_H */

@@ -118,8 +118,8 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     const bool is_fused = fuses(c, a->gate_up, 1, a->down, 2, a->h != NULL);
     /* The fused kernel can store the input of SwiGLU beside its result. For other activations, and without
      * the fused kernel, the input is stored, and a kernel of its own computes the activation. */
-    const bool keeps = a->h && is_fused && a->activation == EP_ACT_SWIGLU;
-    const bool activates = a->h && !keeps;
+    const bool saves = a->h && is_fused && a->activation == EP_ACT_SWIGLU;
+    const bool activates = a->h && !saves;
     const uint32_t epilogue = activates ? EP_ACT_NONE : a->activation;
     const EpTensor *const first_out = activates ? a->h : a->a;
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan};
@@ -140,7 +140,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                               .gemm_weight = a->gate_up,
                                               .bias = a->gate_up_bias,
                                               .out = first_out,
-                                              .kept = keeps ? a->h : NULL,
+                                              .saved = saves ? a->h : NULL,
                                               .activation = epilogue,
                                               .alpha = a->alpha,
                                               .limit = a->limit,

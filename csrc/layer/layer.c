@@ -1,9 +1,9 @@
 /* layer.c - the life of a layer, and the frame of its operations. layer_ops.c has the operations.
  *
- * Exports creation, agreement, close and release; ep_layer_lock, _begin, _end, _fail and _refuse for
+ * Exports creation, agreement, close and release; ep_layer_lock, _begin, _end, _fail and _propagate_error for
  * operations; ep_layer_barrier and _sync; ep_layer_set_epoch for tests.
  * Invariant: all ranks agree on the configuration, and all ranks create a layer or none does. A rank that
- * cannot run an operation still enters it (refuse), so that its peers do not wait. */
+ * cannot run an operation still enters it (propagate_error), so that its peers do not wait. */
 #include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -397,10 +397,11 @@ int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out
 
 int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int code, void *stream) {
     ep_world_end_call(ep_heap_world(l->heap), record, code);
-    /* A CPU operation that fails has entered, and has refused to its peers. */
+    /* A CPU operation that fails has entered, and has propagated the error to its peers. */
     if (code && ep_heap_kind(l->heap) == EP_CPU) return code;
     if (code) {
-        /* A CUDA operation that fails was not launched: it does not count, and this rank refuses now. */
+        /* A CUDA operation that fails was not launched: it does not count, and this rank propagates the error
+         * now. */
         b->num_ops--;
         ep_world_uncount_calls(ep_heap_world(l->heap), 1);
         return ep_layer_fail(l, b->buffer, op, code, stream);
@@ -408,7 +409,7 @@ int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int 
     return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(b, stream) : 0;
 }
 
-static int refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
+static int propagate_error(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
@@ -420,16 +421,16 @@ static int refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
     return code;
 }
 
-int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
+int ep_layer_propagate_error(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
     EP_TRY(ep_layer_lock(l, buffer));
-    return ep_layer_unlock(l, buffer, refuse(l, buffer, op, code, stream));
+    return ep_layer_unlock(l, buffer, propagate_error(l, buffer, op, code, stream));
 }
 
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     char text[512];
     snprintf(text, sizeof text, "%s", ep_error_text());
-    refuse(l, buffer, op, code, stream);
+    propagate_error(l, buffer, op, code, stream);
     return ep_error(code, "%s", text);
 }
 

@@ -157,7 +157,7 @@ static uint32_t num_tokens_of(EpOpKind op, const EpOpParams *p) {
     case EP_OP_LL_COMBINE: return p->ll_combine.num_tokens;
     case EP_OP_NONE:
     case EP_OP_BARRIER:
-    case EP_NUM_OPS: break; /* refused by `prepare` */
+    case EP_NUM_OPS: break; /* an error in `prepare` */
     }
     return 0;
 }
@@ -178,7 +178,7 @@ static int launch(const EpLayer *l, EpOpKind op, const EpOpParams *p, void *stre
     case EP_OP_GEMM_COMBINE_FP8: return backend->gemm_combine_fp8(device, &p->gemm_combine_fp8, stream);
     case EP_OP_NONE:
     case EP_OP_BARRIER:
-    case EP_NUM_OPS: break; /* refused by `prepare` */
+    case EP_NUM_OPS: break; /* an error in `prepare` */
     }
     return ep_error(EP_EINVAL, "operation %u: must be an EpOpKind with arguments", op);
 }
@@ -232,9 +232,9 @@ int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *ar
     /* If the plan has failed, no rank enters the operation. So its error goes before a failed check. */
     const EpTensor *plan = awaited_plan((EpOpKind)op, args, &awaits_rows);
     if (plan) EP_TRY(ep_layer_rows_locked(l, buffer, plan, stream, &num_rows));
-    const uint32_t room = p.dispatch.num_rows;
+    const uint32_t num_out = p.dispatch.num_rows;
     if (ran && plan) ran->num_rows = num_rows;
-    if (plan && !code && (num_rows > room || room - num_rows >= awaits_rows)) return 0;
+    if (plan && !code && (num_rows > num_out || num_out - num_rows >= awaits_rows)) return 0;
     if (code) return ep_layer_fail(l, buffer, op, code, stream);
     if (ran) {
         ran->is_launched = true;
@@ -251,21 +251,21 @@ int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, voi
     return ep_layer_unlock(l, buffer, ep_layer_run_locked(l, buffer, op, args, stream, ran));
 }
 
-static int trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {
+static int trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t capacity) {
 #ifndef EP_TRACE
     if (events)
         return ep_error(EP_EINVAL, "this module was built without the profiler: build it with EPMOE_TRACE=1");
 #endif
     EpComm *c = &l->buffers[buffer].comm;
     if (events) EP_TRY(ep_layer_check_tensor(l, "events", events, EP_I64, 1, -1, -1));
-    if (events && room < 1) return ep_error(EP_EINVAL, "room 0: must be at least 1 event for each warp");
+    if (events && capacity < 1) return ep_error(EP_EINVAL, "room 0: must be at least 1 event for each warp");
     c->trace = events ? (EpTraceEvent *)events->data : NULL;
-    c->trace_capacity = room;
-    c->trace_blocks = events ? (uint32_t)((uint64_t)events->shape[0] / 2 / EP_TRACE_WARPS / room) : 0;
+    c->trace_capacity = capacity;
+    c->trace_blocks = events ? (uint32_t)((uint64_t)events->shape[0] / 2 / EP_TRACE_WARPS / capacity) : 0;
     return 0;
 }
 
-int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {
+int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t capacity) {
     EP_TRY(ep_layer_lock(l, buffer));
-    return ep_layer_unlock(l, buffer, trace(l, buffer, events, room));
+    return ep_layer_unlock(l, buffer, trace(l, buffer, events, capacity));
 }

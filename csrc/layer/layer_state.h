@@ -40,9 +40,10 @@ static inline int ep_layer_unlock(EpLayer *l, uint32_t buffer, int code) {
 /* Begin an operation on a locked buffer: 0, or the error of an earlier one. */
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out);
 /* End the host's part of an operation. On the CPU the operation has finished, so its failure is known
- * here. On CUDA a failure means that it was not launched; then this rank refuses it to the others. */
+ * here. On CUDA a failure means that it was not launched; then this rank propagates the error to the
+ * others. */
 int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int code, void *stream);
-/* Refuse the operation on a locked buffer to the other ranks, because this thread has an error, and keep the
+/* Propagate an error of this thread to the other ranks in the operation on a locked buffer, and keep the
  * text of that error. */
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);
 /* ep_layer_num_rows on a locked buffer. */

@@ -12,7 +12,7 @@
 /* The grouped GEMM of a fused kernel: a [M][K] times w [L][N][K] gives out [M][N]. out has half as many
  * columns if the activation is gated. DGRAD: a [M][N] gives out [M][K]. */
 typedef struct {
-    const EpTensor *a, *w, *bias, *out, *kept;
+    const EpTensor *a, *w, *bias, *out, *saved;
     uint32_t kind, activation;
     double alpha, limit;
     bool is_fp8; /* a and w are bytes */
@@ -40,8 +40,8 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
         return ep_error(EP_EINVAL,
                         "kind %u: must be forward, or dgrad, which has neither a bias nor an activation",
                         product->kind);
-    if (product->kept && activation != EP_ACT_SWIGLU)
-        return ep_error(EP_EINVAL, "kept, activation %u: only for SwiGLU, %d, gate and up can be kept",
+    if (product->saved && activation != EP_ACT_SWIGLU)
+        return ep_error(EP_EINVAL, "saved, activation %u: only for SwiGLU, %d, gate and up can be saved",
                         activation, EP_ACT_SWIGLU);
     if (w->num_dims != 3 || a->num_dims != 2)
         return ep_error(EP_EINVAL, "wanted gemm_weight of 3 dimensions and rows of 2, got %u and %u",
@@ -58,7 +58,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
         {"gemm_weight", w, dtype, 3, {L, N, K}},
         {"bias", product->bias, s->dtype, 2, {L, N, -1}},
         {"output", product->out, s->dtype, 2, {M, is_forward ? of_forward : K, -1}},
-        {"kept", product->kept, s->dtype, 2, {M, N, -1}},
+        {"saved", product->saved, s->dtype, 2, {M, N, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
         EP_TRY(ep_tensor_check(&wanted[i], kind, device, 16));
@@ -66,7 +66,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     p->b = w->data;
     p->out = product->out->data;
     p->bias = product->bias ? product->bias->data : NULL;
-    p->saved = product->kept ? product->kept->data : NULL;
+    p->saved = product->saved ? product->saved->data : NULL;
     p->num_rows = (uint32_t)M;
     p->num_experts = (uint32_t)L;
     p->n = (uint32_t)N;
@@ -103,7 +103,7 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
                              EpDispatchGemmParams *p) {
     const EpDispatchArgs first = {a->x,          a->weight, a->plan,          a->rows,
                                   a->row_weight, a->recv,   a->requires_grad, a->awaits_rows};
-    const Product product = {a->rows, a->gemm_weight, a->bias,  a->out,   a->kept,
+    const Product product = {a->rows, a->gemm_weight, a->bias,  a->out,   a->saved,
                              a->kind, a->activation,  a->alpha, a->limit, false};
     p->dispatch.comm = b->comm;
     p->dispatch.comm.requires_grad = a->requires_grad != 0;

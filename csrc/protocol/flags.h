@@ -206,7 +206,7 @@ EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t 
  * saved for combine), are NULL for operations that do not take them. Both are in device memory, which the
  * host does not read: it has checked only their lengths. So this function checks, before any kernel follows
  * the plan, that the plan is for num_tokens tokens and for at most num_rows rows, and that recv belongs to a
- * dispatch that worked. If not, this rank refuses: its header has status EP_EINVAL. */
+ * dispatch that worked. If not, this rank propagates an error: its header has status EP_EINVAL. */
 EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv,
                               uint32_t num_tokens, uint32_t num_rows) {
     const EpShape *s = &c->shape;

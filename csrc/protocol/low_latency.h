@@ -234,7 +234,7 @@ EP_FN void ep_ll_enter(const EpComm *c, EpLlHead mine, uint64_t epoch) {
             ep_chaos(EP_CHAOS_ENTER);
             ep_st_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER, ep_ll_cell(epoch, mine.number));
         }
-        /* For the flight record, and for ep_ll_refuse of this rank. */
+        /* For the flight record, and for ep_ll_propagate_error of this rank. */
         ep_st_relaxed_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch);
     }
 }
@@ -326,7 +326,7 @@ EP_FN void ep_ll_clear_void(const EpComm *c, uint64_t void_epoch, uint32_t worke
 /* Run an operation without data, with the code in c->status. One worker calls it. If this rank has already
  * sent its half, its head stays as it is, because peers may have judged it. Then the operation is void here
  * alone. */
-EP_FN void ep_ll_refuse(const EpComm *c, uint32_t op, uint64_t epoch, EpLlHead *heads) {
+EP_FN void ep_ll_propagate_error(const EpComm *c, uint32_t op, uint64_t epoch, EpLlHead *heads) {
     const EpLlHead mine = {ep_ll_call(op, 0, c->status), 0};
     const uint64_t entered = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, c->my_rank, epoch));
     if (entered != epoch) ep_ll_enter(c, mine, epoch);

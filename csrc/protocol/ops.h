@@ -89,7 +89,7 @@ typedef enum {
 /* Dispatch, and the grouped GEMM of the rows that it places, on CUDA in one launch. gemm_weight [L][N][H],
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
  * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams.
- * kept: NULL, or for SWIGLU gate and up, [>= M][N]. kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is
+ * saved: NULL, or for SWIGLU gate and up, [>= M][N]. kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is
  * [L][H][K], out [>= M][K], and there is no bias and no activation. */
 #define EP_ARGS_dispatch_gemm(X, S)    \
     X(S, TENSOR, x)                    \
@@ -101,7 +101,7 @@ typedef enum {
     X(S, TENSOR, gemm_weight)          \
     X(S, OPTIONAL, bias)               \
     X(S, OWN_OUT, out)                 \
-    X(S, OWN_OUT_OPTIONAL, kept)       \
+    X(S, OWN_OUT_OPTIONAL, saved)       \
     X(S, U32, activation)              \
     X(S, F64, alpha)                   \
     X(S, F64, limit)                   \
@@ -218,7 +218,7 @@ typedef enum {
 /* The experts, from tokens to tokens: plan, dispatch, activation(rows * gate_up^T + bias), rows * down^T +
  * bias, combine. x, indices, weight, plan, rows, row_weight and recv are as in plan and dispatch; weight is
  * given. gate_up [L][N][H], down [L][H][I], biases [L][N] and [L][H]. Outputs: a [>= M][I], out_rows
- * [>= M][H] (may be rows where h is NULL), out [T][H]. h: NULL, or [>= M][N], which keeps the input of the
+ * [>= M][H] (may be rows where h is NULL), out [T][H]. h: NULL, or [>= M][N], which saves the input of the
  * activation for a backward; the activation is then that of the rounded numbers. Where ep_layer_fuses says
  * so, each product shares a launch with the communication beside it. is_planned: the plan exists, and indices
  * is not read. If nothing was launched after the plan, because the outputs do not fit (awaits_rows), the

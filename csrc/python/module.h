@@ -19,8 +19,8 @@
 #define WORLD "epmoe.World"
 #define HEAP "epmoe.Heap"
 #define LAYER "epmoe.Layer"
-/* The attribute of an exception of which the peers know. epmoe/comm/refusals.py reads it. */
-#define EP_TOLD "_epmoe_told"
+/* The attribute of an exception of which the peers know. epmoe/comm/error_propagation.py reads it. */
+#define EP_REPORTED "_epmoe_reported"
 
 /* FAST defines a function of the module; WANT(n) checks its number of arguments and returns on an error. */
 #define FAST(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
@@ -48,8 +48,8 @@ PyObject *ep_raise(int code);
 PyObject *ep_done(int code);
 /* The code for the pending Python exception. It is sent to the peers. */
 int ep_pending_code(void);
-/* Note on the pending Python exception that the peers know of it: epmoe must not refuse once more. */
-void ep_mark_told(void);
+/* Note on the pending Python exception that the peers know of it: epmoe must not propagate it once more. */
+void ep_mark_reported(void);
 
 /* Convert an argument to a C value, or return false with an exception set. A number that does not fit
  * raises ValueError. */

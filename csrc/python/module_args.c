@@ -1,6 +1,6 @@
 /* module_args.c - errors of the library as Python exceptions, and arguments as C values.
  *
- * Exports ep_raise, ep_done, ep_mark_told, ep_pending_code, the ep_get_* functions for numbers, bytes,
+ * Exports ep_raise, ep_done, ep_mark_reported, ep_pending_code, the ep_get_* functions for numbers, bytes,
  * objects and streams, and ep_args_methods. Process-wide state: the exception classes. */
 #include <string.h>
 
@@ -27,11 +27,11 @@ PyObject *ep_done(int code) {
     if (code || PyErr_Occurred()) return ep_raise(code);
     Py_RETURN_NONE;
 }
-void ep_mark_told(void) {
+void ep_mark_reported(void) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
-    if (value && PyObject_SetAttrString(value, EP_TOLD, Py_True)) PyErr_Clear();
+    if (value && PyObject_SetAttrString(value, EP_REPORTED, Py_True)) PyErr_Clear();
     PyErr_Restore(type, value, trace);
 }
 int ep_pending_code(void) {

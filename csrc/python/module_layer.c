@@ -1,7 +1,7 @@
 /* module_layer.c - epmoe._C.layer_*: layers and their operations.
  *
  * Exports ep_layer_methods. The comment above a function lists its arguments, which are passed by position.
- * Invariant: if this rank cannot read a tensor argument of an operation, it first refuses the operation to
+ * Invariant: if this rank cannot read a tensor argument of an operation, it first propagates the error to
  * its peers, then raises the Python exception. An exception of an operation, or of a plan whose rows are
  * read, is marked: the peers have it too, or know of it. */
 #include "python/module.h"
@@ -17,7 +17,7 @@
 /* As ep_done, for what all ranks do together: a failed call has told the peers. */
 static PyObject *done_together(int code) {
     PyObject *result = ep_done(code);
-    if (!result) ep_mark_told();
+    if (!result) ep_mark_reported();
     return result;
 }
 
@@ -181,10 +181,11 @@ FAST(ll_handle_words) {
     return Py_BuildValue("KK", num_words, offsets);
 }
 
-/* Refuse an operation because a tensor argument cannot be read. The peers learn it before Python does. If the
+/* Propagate an error because a tensor argument cannot be read. The peers learn it before Python does. If the
  * operation waits for its plan, and that has failed, no rank enters the operation, so the error is the
  * plan's. */
-static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObject *plan, bool awaits) {
+static PyObject *propagate_pending_error(EpLayer *l, uint32_t buffer, uint32_t op, PyObject *plan,
+                                         bool awaits) {
     PyObject *type, *value, *trace;
     EpTensor t;
     const EpTensor *awaited = NULL;
@@ -194,13 +195,13 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
     void *stream = ep_current_stream(ep_layer_heap(l), plan);
     if (awaits && !ep_get_own_tensor(plan, false, &t, &awaited)) PyErr_Clear();
     if (awaited) WITHOUT_LOCK(of_plan = ep_layer_num_rows(l, buffer, awaited, stream, &num_rows));
-    if (!of_plan) WITHOUT_LOCK(ep_layer_refuse(l, buffer, op, code, stream));
-    if (!of_plan && !PyErr_Occurred()) return PyErr_Restore(type, value, trace), ep_mark_told(), NULL;
+    if (!of_plan) WITHOUT_LOCK(ep_layer_propagate_error(l, buffer, op, code, stream));
+    if (!of_plan && !PyErr_Occurred()) return PyErr_Restore(type, value, trace), ep_mark_reported(), NULL;
     Py_XDECREF(type); /* the plan's error, or what a signal handler has raised during the wait, goes first */
     Py_XDECREF(value);
     Py_XDECREF(trace);
     if (of_plan) ep_raise(of_plan);
-    ep_mark_told();
+    ep_mark_reported();
     return NULL;
 }
 
@@ -262,7 +263,7 @@ static PyObject *run(const Operation *op, void *fields, PyObject *const *args, P
         return PyErr_Format(PyExc_TypeError, "wanted a tuple of %u arguments, got %R", op->num_args, args[2]);
     if (!get_numbers(op, args[2], (char *)fields, &plan, &awaits)) return NULL;
     if (!get_tensors(op, args[2], tensors, (char *)fields))
-        return refuse_pending(l, buffer, op->op, plan, awaits);
+        return propagate_pending_error(l, buffer, op->op, plan, awaits);
     void *stream = ep_current_stream(ep_layer_heap(l), plan);
     EpRan ran;
     WITHOUT_LOCK(code = op->call ? op->call(l, buffer, fields, stream, &ran)
@@ -338,23 +339,23 @@ FAST(layer_expert_rows) {
     return list;
 }
 
-/* (layer, buffer, events or None, room) */
+/* (layer, buffer, events or None, capacity) */
 FAST(layer_trace) {
-    uint32_t buffer, room;
+    uint32_t buffer, capacity;
     EpTensor t;
     const EpTensor *events;
     int code;
     WANT(4);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], true, &t, &events) ||
-        !ep_get_u32(args[3], &room))
+        !ep_get_u32(args[3], &capacity))
         return NULL;
-    WITHOUT_LOCK(code = ep_layer_trace(l, buffer, events, room));
+    WITHOUT_LOCK(code = ep_layer_trace(l, buffer, events, capacity));
     return ep_done(code);
 }
 
 /* (layer, buffer, op, code, stream) */
-FAST(layer_refuse) {
+FAST(layer_propagate_error) {
     uint32_t buffer, op;
     int why, code;
     void *stream;
@@ -363,7 +364,7 @@ FAST(layer_refuse) {
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[2], &op) || !ep_get_int(args[3], &why) ||
         !ep_get_stream(args[4], &stream))
         return NULL;
-    WITHOUT_LOCK(code = ep_layer_refuse(l, buffer, op, why, stream));
+    WITHOUT_LOCK(code = ep_layer_propagate_error(l, buffer, op, why, stream));
     return done_together(code);
 }
 
@@ -417,7 +418,7 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(layer_num_rows),
                                   METHOD(layer_expert_rows),
                                   METHOD(layer_trace),
-                                  METHOD(layer_refuse),
+                                  METHOD(layer_propagate_error),
                                   METHOD(layer_sync),
                                   METHOD(layer_set_epoch),
 #define X(NAME, name, Type, text) METHOD(layer_##name),

@@ -177,12 +177,12 @@ FAST(world_all_gather) {
 }
 
 /* (world, code) */
-FAST(world_refuse) {
+FAST(world_propagate_error) {
     int why, code;
     WANT(2);
     EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
     if (!w || !ep_get_int(args[1], &why)) return NULL;
-    WITHOUT_LOCK(code = ep_world_refuse(w, why));
+    WITHOUT_LOCK(code = ep_world_propagate_error(w, why));
     return ep_done(code);
 }
 
@@ -190,6 +190,6 @@ PyMethodDef ep_world_methods[] = {
     METHOD(world_listen),        METHOD(world_unlisten),    METHOD(world_create),
     METHOD(world_threads),       METHOD(world_check),       METHOD(world_lost_ranks),
     METHOD(world_set_timeout),   METHOD(world_close),       METHOD(worlds_settle),
-    METHOD(world_flight_record), METHOD(world_all_gather),  METHOD(world_refuse),
+    METHOD(world_flight_record), METHOD(world_all_gather),  METHOD(world_propagate_error),
     METHOD(world_reason),        METHOD(world_abort),       METHOD(world_set_place),
     METHOD(world_check_handler), METHOD(world_set_waiting), {NULL, NULL, 0, NULL}};

@@ -1,6 +1,7 @@
 /* all_gather.c - the host all-gather: each rank sends a few bytes to all others, and waits for theirs.
  *
- * Exports: ep_world_all_gather, _all_gather_fd, _refuse and _agree; the calls of a rank: ep_world_enter_call,
+ * Exports: ep_world_all_gather, _all_gather_fd, _propagate_error and _agree; the calls of a rank:
+ * ep_world_enter_call,
  * _leave_call, _begin_call, _end_call, _interrupt, _order_unknown and _uncount_calls.
  * In Python it is World.exchange. So error texts and the flight record call it an exchange.
  * A frame names the collective call that the all-gather is part of. So ranks that are in different calls get
@@ -176,10 +177,10 @@ static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t
 }
 
 /* Send num_bytes at `mine` to all ranks, and receive those of all ranks in `all`. status: 0, or the code with
- * which this rank refuses; then num_bytes is 0, and mine and all may be NULL. Returns 0, the error that ended
- * the world (`code` below), or else the disagreement with the lowest rank that disagrees (`verdict`). If this
- * rank refuses, or a rank disagrees, this function still takes the frames of all ranks, so that the next
- * all-gather works. */
+ * which this rank propagates its error; then num_bytes is 0, and mine and all may be NULL. Returns 0, the
+ * error that ended the world (`code` below), or else the disagreement with the lowest rank that disagrees
+ * (`verdict`). If this rank propagates an error, or a rank disagrees, this function still takes the frames of
+ * all ranks, so that the next all-gather works. */
 static int all_gather(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out,
                       int *fds_in) {
     uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns);
@@ -234,7 +235,7 @@ int ep_world_all_gather_fd(EpWorld *w, const void *mine, uint32_t num_bytes, voi
     return all_gather(w, mine, num_bytes, 0, all, fd_out, fds_in);
 }
 
-int ep_world_refuse(EpWorld *w, int code) {
+int ep_world_propagate_error(EpWorld *w, int code) {
     if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
     return all_gather(w, NULL, 0, code, NULL, -1, NULL);
 }

@@ -102,7 +102,8 @@ int ep_comm_check(EpCommBuffer *b, void *stream) {
         ep_world_uncount_calls(world, b->num_ops > f.epoch ? b->num_ops - f.epoch : 0);
         b->num_ops = f.epoch;
         if (f.word == EP_WORD_SCATTER && f.want == 1) {
-            /* Only this rank knows of the fault. The others will enter dispatch, so refuse dispatch. */
+            /* Only this rank knows of the fault. The others will enter dispatch, so propagate the error in
+             * dispatch. */
             EpComm comm = b->comm;
             comm.status = code;
             ep_world_end_call(world, ep_comm_begin_call(b, EP_OP_DISPATCH, 0, code, stream), code);

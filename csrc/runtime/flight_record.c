@@ -59,7 +59,7 @@ static void put_record(Out *o, const EpRecord *r, const EpCallRecord *n) {
     if (n->what == EP_CALL_ALL_GATHER || n->what == EP_CALL_ALLOC || n->what == EP_CALL_HEAP_CREATE)
         put(o, " of %llu bytes", size);
     if (ep_call_is_counted(n) && n->what > EP_CALL_ALL_GATHER) put(o, " (exchange #%llu)", seq);
-    if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
+    if (n->code) put(o, ", error here (%s)", ep_error_name(n->code));
     if (n->end_ns == 0) put(o, ": in flight for %.1f ms", before_end(r, n->begin_ns));
     else
         put(o, ": %s %.1f ms before the end", n->on_stream ? "enqueued" : "finished",

@@ -177,7 +177,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     int fd = -1, fds[EP_MAX_RANKS], code = 0;
     EpHeap *h = (EpHeap *)calloc(1, sizeof *h);
     if (!h) {
-        ep_world_refuse(world, EP_ENOMEM); /* the other ranks will wait in the first all-gather */
+        ep_world_propagate_error(world, EP_ENOMEM); /* the other ranks will wait in the first all-gather */
         return ep_error(EP_ENOMEM, "cannot allocate a heap: this process is out of memory");
     }
     memset(&mine, 0, sizeof mine);

@@ -1,7 +1,7 @@
 """The base of the layers: their configuration, checks of arguments, and how errors reach all ranks.
 
 A rank whose arguments are wrong must not leave the others waiting.  So each check that fails reports its
-error to the other ranks, in the operation that they are about to enter (_refuse), before it raises.
+error to the other ranks, in the operation that they are about to enter (_propagate), before it raises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .. import _C
 from ..comm.device import capabilities, pick_device, status_of, stream_of
 from ..comm.heap import SymmetricHeap
 from ..comm.nodes import Nodes, is_mesh, sizes_of
-from ..comm.refusals import check_plain, is_told, mark_told
+from ..comm.error_propagation import check_plain, is_reported, mark_reported
 from ..comm.rendezvous import process_group
 from ..comm.world import Shared, World, _of_group as worlds
 from ..gemm.grouped import is_transposed
@@ -113,21 +113,21 @@ def world_of(ep_group: Group, heap: SymmetricHeap | None, timeout_s: float | Non
     return World.of(ep_group, timeout_s)
 
 
-def refuse_layer(world: World | Nodes, heap: SymmetricHeap | None, error: BaseException) -> None:
+def propagate_layer_error(world: World | Nodes, heap: SymmetricHeap | None, error: BaseException) -> None:
     """Tell the other ranks, which are creating a layer, that this rank cannot.
 
     They first agree on the configuration, or, with heap=, enter the creation on that heap.  A rank whose heap
-    is of another world, or not a heap, reports through world_refuse.
+    is of another world, or not a heap, reports through world_propagate_error.
     """
     with contextlib.suppress(Exception):
         if isinstance(world, Nodes):
-            world._refuse()
+            world._propagate()
         elif heap is None:
             _C.layer_agree(world._c, NO_CONFIG, status_of(error))
         elif isinstance(heap, SymmetricHeap) and heap.world is world:
             _C.layer_create(heap._c, NO_CONFIG)
         else:
-            _C.world_refuse(world._c, status_of(error))
+            _C.world_propagate_error(world._c, status_of(error))
 
 
 @contextlib.contextmanager
@@ -141,9 +141,9 @@ def together(world: World | Nodes) -> Iterator[None]:
     except Exception as error:
         with contextlib.suppress(Exception):  # the others are at the end of the block
             if isinstance(world, Nodes):
-                world._refuse()
+                world._propagate()
             else:
-                _C.world_refuse(world._c, status_of(error))
+                _C.world_propagate_error(world._c, status_of(error))
         raise
     world.exchange(b"")
 
@@ -245,39 +245,39 @@ class CollectiveLayer(Shared):
         if not self._is_buffer(buffer):
             kind = ValueError if isinstance(buffer, int) else TypeError
             n = self._num_buffers
-            self._refuse(op, kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}"), buffer)
+            self._propagate(op, kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}"), buffer)
 
-    def _refuse(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
+    def _propagate(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         """Report to the other ranks that this one cannot take part in op, then raise the error.
 
         The report goes through the buffer of the call, or through the first where the call named no valid
         one.  An error of which they know is only raised.
         """
         if torch.compiler.is_compiling():  # a compiler must not trace this, but leave the call to Python
-            self._refuse_untraced(op, error, buffer)
+            self._propagate_untraced(op, error, buffer)
         try:
-            if is_told(error):
+            if is_reported(error):
                 raise error
-            self._refuse_now(op, error, buffer)
+            self._propagate_now(op, error, buffer)
         finally:
             del error
 
     # Not for calls outside of a compiler: its first call imports dynamo for seconds, while the peers wait.
     @torch._disable_dynamo
-    def _refuse_untraced(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
+    def _propagate_untraced(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         try:
-            self._refuse_now(op, error, buffer)
+            self._propagate_now(op, error, buffer)
         finally:
             del error
 
-    def _refuse_now(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
+    def _propagate_now(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         # An error refers to the frames that it has left, so one that a frame still names is in a cycle. The
         # cycle would keep the tensors and CUDA graphs of all callers until a garbage collection.
         try:
             if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
                 valid = buffer if self._is_buffer(buffer) else 0
-                mark_told(error)
-                _C.layer_refuse(self._c, valid, op, status_of(error), stream_of(self.device))
+                mark_reported(error)
+                _C.layer_propagate_error(self._c, valid, op, status_of(error), stream_of(self.device))
             raise error
         finally:
             del error

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _C
 from ..comm.device import capabilities, integer
 from ..comm.heap import SymmetricHeap
-from ..comm.refusals import reported_after_plan
+from ..comm.error_propagation import reported_after_plan
 from ..gemm.activations import Activation, activate
 from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, Kernel, add_bias, aligned, as_kernel, check_activation,
                             grouped_gemm, is_transposed)
@@ -238,7 +238,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 self._check_tensor("input", input, self.dtype, (None, self.hidden))
         except Exception as error:
             op = _C.OP_DISPATCH_GEMM if self.fused else _C.OP_DISPATCH
-            self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
+            self._propagate(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
         if not fused:
             rows, row_weight, layout = self.dispatch(input, exp_indices, weight, full_scatter_indices,
                                                      layout=layout, buffer=buffer)
@@ -246,7 +246,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 h = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias,
                                  activation=activation)
             except Exception as error:  # no memory: the next operation of the other ranks is combine
-                self._refuse(_C.OP_COMBINE, error, layout.buffer)
+                self._propagate(_C.OP_COMBINE, error, layout.buffer)
             return h, row_weight, layout
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH_GEMM, input, exp_indices, weight,
                                                  full_scatter_indices, layout, buffer)
@@ -314,7 +314,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             else:
                 rows = grouped_gemm(gemm_input, gemm_weight, offsets=layout.expert_offsets, bias=bias)
         except Exception as error:
-            self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
+            self._propagate(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
         if not fused:
             return self.combine(rows, layout, weight)
         return self._by_token(self._mega_combine_checked(layout, gemm_input, gemm_weight, bias, weight,
@@ -542,7 +542,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             fused = self._is_fused_fp8(gemm_weight, activation)
             self._check_tensor("input", input, self.dtype, (None, self.hidden))
         except Exception as error:
-            self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
+            self._propagate(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
         if not fused:
             rows, scales, row_weight, layout = self.dispatch_fp8(input, exp_indices, weight,
                                                                  full_scatter_indices, layout=layout,
@@ -552,7 +552,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                                  activation=activation, a_scale=scales, b_scale=gemm_scale,
                                  out_dtype=self.dtype)
             except Exception as error:  # no memory: the next operation of the other ranks is combine
-                self._refuse(_C.OP_COMBINE, error, layout.buffer)
+                self._propagate(_C.OP_COMBINE, error, layout.buffer)
             return h, row_weight, layout
         layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
                                                  buffer)
@@ -623,7 +623,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 rows = grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
                                     b_scale=gemm_scale, out_dtype=self.dtype)
         except Exception as error:
-            self._refuse(_C.OP_GEMM_COMBINE_FP8 if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
+            self._propagate(_C.OP_GEMM_COMBINE_FP8 if fused else _C.OP_COMBINE, error,
+                            self._buffer_of(layout))
         if not fused:
             return self.combine(rows, layout, weight)
         return self._by_token(self._combine_fp8_checked(layout, rows, scales, weights, weight))
@@ -659,7 +660,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 exp_indices = self._by_choice("exp_indices", exp_indices, self.max_tokens // self._copies)
                 scatter = self._by_choice("full_scatter_indices", scatter, self.world_size * self.max_tokens)
             except Exception as error:
-                self._refuse(_C.OP_PLAN, error, buffer)
+                self._propagate(_C.OP_PLAN, error, buffer)
         return super()._make_layout(exp_indices, scatter, buffer)
 
     def _by_token(self, y: Tensor) -> Tensor:

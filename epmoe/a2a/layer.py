@@ -1,13 +1,13 @@
 """EPAll2AllLayer: plan, dispatch and combine of an expert-parallel layer.
 
 Each call allocates its outputs and calls the module.  Its caller reports an error to the other ranks
-(refusals.py).  ops.py makes operators of them, for autograd and torch.compile.
+(error_propagation.py).  ops.py makes operators of them, for autograd and torch.compile.
 
 A dispatch takes the number of its rows, or -1 if only the plan has it.  The GPU has nothing to do from the
 moment when the plan has the number until the launch of the dispatch.  So the host allocates the outputs and
 prepares the launch before that moment.  The outputs have room for the most rows of recent calls and some
 more.  A call with few tokens must not take the memory of a call with many tokens.  So each power of two of
-the number of tokens has a room of its own (_rooms).
+the number of tokens has a room of its own (_size_hints).
 
 A training step keeps its outputs until the backward, so there the room must fit.  Calls that have weights
 (those of EPMoE in 16 bits) have rooms of their own for each address of the weights.  Outputs with much more
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import _C
 from ..comm.device import integer, pick_device, stream_of
-from ..comm.refusals import check_plain, reported_after_plan
+from ..comm.error_propagation import check_plain, reported_after_plan
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..gemm.activations import Activation
@@ -33,8 +33,8 @@ from ..gemm.grouped import FP8_BLOCK, check_activation
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import allocator_of, check_mode, is_watched, requires_grad
 from . import ops
-from .base import (DTYPES, MODES, CollectiveLayer, Group, cast, default_num_sm, max_blocks, refuse_layer,
-                   world_of)
+from .base import (DTYPES, MODES, CollectiveLayer, Group, cast, default_num_sm, max_blocks,
+                   propagate_layer_error, world_of)
 from .layout import EPLayout, Layout
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 # What _run_dispatch makes: tensors with a line for each row, or None, and other tensors.
 Outputs: TypeAlias = tuple[list[Any], list[Any]]
 _ids = itertools.count()
-ANY_ROOM = 0xffffffff  # awaits_rows of protocol/ops.h: the outputs may have any number of rows too many
+ANY_SLACK = 0xffffffff  # awaits_rows of protocol/ops.h: the outputs may have any number of rows too many
 MOST_ROOMS = 1024  # of a layer: addresses of weights may change from step to step
-NO_ROOM = -1  # in the place of a room for which there was no memory: it is not tried again
+NO_SIZE_HINT = -1  # in the place of a room for which there was no memory: it is not tried again
 
 
 def check_kinds(num_tot_experts: Any, dtype: Any, weight_dtype: Any, combine_mode: Any) -> None:
@@ -84,7 +84,7 @@ def check_rail_capacity(rail_capacity: Any) -> int | None:
     return rail_capacity
 
 
-def room_after(room: int, num_rows: int, is_kept: bool = False, too_large: bool = False) -> int:
+def next_size_hint(room: int, num_rows: int, is_kept: bool = False, too_large: bool = False) -> int:
     """Return the rows to make room for in the next call, after a call that had room and got num_rows.
 
     It goes up at once, and down slowly, because the modules of a model may share a layer.  is_kept: outputs
@@ -226,7 +226,7 @@ class EPAll2AllLayer(CollectiveLayer):
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
             self._allocator = allocator_of(self.device)
-            self._rooms: dict[tuple[int, int | None], int] = {}
+            self._size_hints: dict[tuple[int, int | None], int] = {}
             reserve_sms = integer("reserve_sms", reserve_sms)
             self._num_blocks = max_blocks(self.device, reserve_sms)
             self._check_options()
@@ -240,7 +240,7 @@ class EPAll2AllLayer(CollectiveLayer):
             if timeout_s is not None:
                 world.set_timeout(timeout_s)
         except Exception as error:
-            refuse_layer(world, heap, error)
+            propagate_layer_error(world, heap, error)
             raise
         self._create(world, heap, num_bytes)
         self._recv_words = self.world_size * self.max_tokens * (1 + self.topk)
@@ -404,7 +404,7 @@ class EPAll2AllLayer(CollectiveLayer):
             if self.hidden % 16:
                 raise ValueError(f"hidden {self.hidden}: dispatch_fp8 needs a multiple of 16")
         except Exception as error:
-            self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
+            self._propagate(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
         layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
                                                  buffer)
         return self._dispatch_fp8_planned(layout, input, weight, num_rows)
@@ -460,7 +460,7 @@ class EPAll2AllLayer(CollectiveLayer):
                 self._check_tensor("weight", weight, None, (input.shape[0],))
                 weight = cast(weight, torch.float32)
         except Exception as error:
-            self._refuse(_C.OP_COMBINE, error, self._buffer_of(layout))
+            self._propagate(_C.OP_COMBINE, error, self._buffer_of(layout))
         return self._combine_checked(layout, input, weight)
 
     def ep_barrier_all(self, *, buffer: int = 0) -> None:
@@ -568,7 +568,7 @@ class EPAll2AllLayer(CollectiveLayer):
             if isinstance(exp_indices, torch.Tensor):
                 check_plain("exp_indices", exp_indices)
         except Exception as error:
-            self._refuse(_C.OP_PLAN, error, buffer)
+            self._propagate(_C.OP_PLAN, error, buffer)
 
     def _prepare(self, op: int, input: Tensor, exp_indices: Tensor | None, weight: Tensor | None,
                  full_scatter_indices: Tensor | None, layout: Layout | None,
@@ -602,7 +602,7 @@ class EPAll2AllLayer(CollectiveLayer):
                 if self._copies > 1:
                     weight = self._by_choice("weight", weight, self.max_tokens // self._copies)
         except Exception as error:
-            self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
+            self._propagate(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
         if layout is None:
             self._check_buffer(_C.OP_PLAN, buffer)
             layout = self._make_layout(exp_indices, full_scatter_indices, buffer)
@@ -654,7 +654,7 @@ class EPAll2AllLayer(CollectiveLayer):
         return gemm_weight
 
     def _buffer_of(self, layout: Any, buffer: int = 0) -> int:
-        """Return the buffer of a call, for _refuse.  Another layer's layout says nothing about this layer."""
+        """Return the buffer of a call, for _propagate.  Another layer's layout says nothing about this."""
         return layout.buffer if getattr(layout, "layer", None) is self else buffer
 
     # ---- calls of the module; ops.py makes operators of them ----
@@ -669,7 +669,7 @@ class EPAll2AllLayer(CollectiveLayer):
             num_tokens = min(exp_indices.size(0), self.max_tokens) if has_tokens else 0
             plan = self._empty(self._plan_words(num_tokens), dtype=torch.int32)
         except Exception as error:
-            self._refuse(_C.OP_PLAN, error, buffer)
+            self._propagate(_C.OP_PLAN, error, buffer)
         _C.layer_plan(self._c, buffer, (exp_indices, scatter, plan))
         return plan
 
@@ -823,22 +823,22 @@ class EPAll2AllLayer(CollectiveLayer):
         the outputs are kept and more than an eighth of them would have no rows.
         """
         plan, buffer, num_tokens = call
-        key = num_tokens.bit_length(), kept_for  # in _rooms: the number of rows to make room for
-        room = self._rooms.get(key, 0)
-        if room == NO_ROOM:
+        key = num_tokens.bit_length(), kept_for  # in _size_hints: the number of rows to make room for
+        room = self._size_hints.get(key, 0)
+        if room == NO_SIZE_HINT:
             return None
         try:
             made = make(room)
         except Exception:  # no memory for so many rows, but perhaps for as many as are needed
-            self._rooms[key] = NO_ROOM  # torch frees all memory that it caches before it gives up
+            self._size_hints[key] = NO_SIZE_HINT  # torch frees all memory that it caches before it gives up
             return None
         is_kept = kept_for is not None
-        awaits_rows = 1 + room // 8 if is_kept else ANY_ROOM
+        awaits_rows = 1 + room // 8 if is_kept else ANY_SLACK
         num_rows, is_launched, _ = launch(*made, awaits_rows)
         too_large = room - num_rows >= awaits_rows
-        if len(self._rooms) >= MOST_ROOMS and key not in self._rooms:
-            self._rooms.clear()
-        self._rooms[key] = room_after(room, num_rows, is_kept, too_large)
+        if len(self._size_hints) >= MOST_ROOMS and key not in self._size_hints:
+            self._size_hints.clear()
+        self._size_hints[key] = next_size_hint(room, num_rows, is_kept, too_large)
         if not is_launched:
             return None
         for t in made[0] if num_rows < room else ():

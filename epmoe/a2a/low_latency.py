@@ -16,7 +16,7 @@ from ..comm.device import integer, pick_device, stream_of
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..torch_modes import Allocate, allocator_of, check_mode, is_plain, mark_written
-from .base import DTYPES, CollectiveLayer, Group, cast, max_blocks, refuse_layer, world_of
+from .base import DTYPES, CollectiveLayer, Group, cast, max_blocks, propagate_layer_error, world_of
 
 Fp8: TypeAlias = bool | Literal["pow2", "ue8m0"]
 SlabLayout: TypeAlias = Literal["masked", "compact"]
@@ -277,7 +277,7 @@ class LowLatencyAll2All(CollectiveLayer):
             if timeout_s is not None:
                 world.set_timeout(timeout_s)
         except Exception as error:
-            refuse_layer(world, heap, error)
+            propagate_layer_error(world, heap, error)
             raise
         self._create(world, heap, num_bytes)
         self._handle_words, self._offsets_at = _C.ll_handle_words(self._config)
@@ -537,7 +537,7 @@ class LowLatencyAll2All(CollectiveLayer):
             if isinstance(topk_weights, Tensor) and topk_weights.dtype is not torch.float32:
                 topk_weights = cast(topk_weights, torch.float32)
         except Exception as error:
-            self._refuse(_C.OP_LL_DISPATCH, error, buffer)
+            self._propagate(_C.OP_LL_DISPATCH, error, buffer)
         return (x, topk_idx, topk_weights, *handle._outputs), out
 
     def _make_result(self, fp8: Fp8, layout: SlabLayout) -> Dispatched:
@@ -624,7 +624,7 @@ class LowLatencyAll2All(CollectiveLayer):
             else:
                 mark_written((out,))
         except Exception as error:
-            self._refuse(_C.OP_LL_COMBINE, error, buffer)
+            self._propagate(_C.OP_LL_COMBINE, error, buffer)
         return (y, handle._outputs[0], out, LAYOUTS[handle.layout], fp8), out
 
     def _set_pending(self, buffer: int, call: Callable[..., _C._Ran], arguments: tuple[Any, ...], result: _T,

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._library.fake_impl import allocate_size
 
 from .. import _C
-from ..comm.refusals import reporting
+from ..comm.error_propagation import reporting
 from ..gemm.grouped import DGRAD, GATED, aligned
-from ..gemm.weight_gradients import gradient_of, sink_of
+from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
 from ..torch_modes import check_mode, implement
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def saved_tensors(ctx: Any, layer: EPAll2AllLayer, op: int, grad: Any) -> tuple[
         is_of_forward = getattr(error.__traceback__, "tb_next", None) is not None
         if is_traced or is_of_forward:
             raise
-        layer._refuse(op, error, ctx.buffer)
+        layer._propagate(op, error, ctx.buffer)
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -314,7 +314,7 @@ def _save_dispatch_gemm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, *_ = inputs
     ctx.num_tokens = x.shape[0]
     ctx.has_weight = weight is not None
-    ctx.sink = sink_of(gemm_weight)
+    ctx.deferred_wgrad = deferred_wgrad_of(gemm_weight)
     ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
 
 
@@ -332,7 +332,7 @@ def _dispatch_gemm_backward(ctx: Any, d_out: Tensor, d_rows: Tensor, d_row_weigh
         d_out = d_out.contiguous()
         d_gemm_weight = None
         if ctx.needs_input_grad[3]:
-            d_gemm_weight = gradient_of(ctx.sink, d_out, rows, offsets)
+            d_gemm_weight = gradient_of(ctx.deferred_wgrad, d_out, rows, offsets)
         d_rows = gemm(d_out, gemm_weight, offsets, None, None, DGRAD, 0, False)
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
         num_tokens = ctx.num_tokens * layer._copies
@@ -345,7 +345,7 @@ def _save_gemm_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, *_ = inputs
     ctx.has_weight = row_weight is not None
     ctx.num_rows = a.shape[0]
-    ctx.sink = sink_of(gemm_weight)
+    ctx.deferred_wgrad = deferred_wgrad_of(gemm_weight)
     ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
 
 
@@ -371,7 +371,7 @@ def _gemm_combine_backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | No
         if ctx.needs_input_grad[0]:
             da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False)
         if ctx.needs_input_grad[1]:
-            d_gemm_weight = gradient_of(ctx.sink, g, a, offsets)
+            d_gemm_weight = gradient_of(ctx.deferred_wgrad, g, a, offsets)
     return da, d_gemm_weight, None, d_weight, *[None] * 7
 
 

@@ -126,14 +126,14 @@ class SymmetricHeap(Shared):
             if not 0 <= num_bytes < 1 << 64:  # the module takes 64 bits, and checks the rest
                 raise ValueError(f"a heap of {num_bytes} bytes: must be more than 0 and less than 2^64")
         except Exception as error:
-            self._refuse(self.world, error)
+            self._propagate(self.world, error)
             raise
         kind = _C.CUDA if self.device.type == "cuda" else _C.CPU
         self._c = _C.heap_create(self.world._c, kind, self.device.index or 0, num_bytes, 0)
         self._scopes: list[list[int]] = []  # the offsets that each open scope() frees
 
     @staticmethod
-    def _refuse(world: World, error: Exception) -> None:
+    def _propagate(world: World, error: Exception) -> None:
         """Tell the other ranks, which are creating a heap, that this rank cannot."""
         with contextlib.suppress(Exception):
             _C.heap_create(world._c, _C.CPU, 0, 1, status_of(error))
@@ -182,7 +182,7 @@ class SymmetricHeap(Shared):
             if num_bytes > 1 << 46:
                 raise ValueError(f"shape {shape}: too large, must have at most 2^46 bytes")
         except Exception as error:
-            self._refuse_alloc(error)
+            self._propagate_alloc(error)
             raise
         off = _C.heap_alloc(self._c, num_bytes, alignment, 0)
         if num_bytes == 0:
@@ -191,7 +191,7 @@ class SymmetricHeap(Shared):
             self._scopes[-1].append(off)
         return self._view(off, self.world.rank, shape, dtype)
 
-    def _refuse_alloc(self, error: Exception) -> None:
+    def _propagate_alloc(self, error: Exception) -> None:
         """Tell the other ranks, which are making an allocation, that this rank cannot."""
         with contextlib.suppress(Exception):
             _C.heap_alloc(self._c, 1, 128, status_of(error))

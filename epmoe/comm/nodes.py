@@ -295,10 +295,10 @@ class Nodes(Shared):
             raise
         self._liveness, rail.has_ended = liveness, liveness.has_ended
 
-    def _refuse(self) -> None:
+    def _propagate(self) -> None:
         """Report in an exchange that this rank cannot take part."""
         if self.rail is None:
-            _C.world_refuse(self.team._c, _C.EINVAL)
+            _C.world_propagate_error(self.team._c, _C.EINVAL)
         else:
             with contextlib.suppress(EpError):  # this rank raises its own error
                 self._validate(Header(EXCHANGE, failed=FAILED))
@@ -399,7 +399,7 @@ class Nodes(Shared):
             if len(mine) > _C.ALL_GATHER_BYTES:
                 raise ValueError(f"an exchange carries at most {_C.ALL_GATHER_BYTES} bytes, not {len(mine)}")
         except (TypeError, ValueError, BufferError):
-            self._refuse()
+            self._propagate()
             raise
         self._validate(Header(EXCHANGE, num_bytes=len(mine)))
         with self._ending():

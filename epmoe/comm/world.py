@@ -242,7 +242,7 @@ class World(Shared):
             if len(mine) > _C.ALL_GATHER_BYTES:
                 raise ValueError(f"an exchange carries at most {_C.ALL_GATHER_BYTES} bytes, not {len(mine)}")
         except (TypeError, ValueError, BufferError) as error:
-            _C.world_refuse(self._c, _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL)
+            _C.world_propagate_error(self._c, _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL)
             raise
         everything = _C.world_all_gather(self._c, mine)
         return [everything[i * len(mine) : (i + 1) * len(mine)] for i in range(self.size)]

@@ -11,7 +11,7 @@ from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement, mark_written, requires_grad
 from .activations import Activation, GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
-from .weight_gradients import gradient_of, sink_of
+from .weight_gradients import gradient_of, deferred_wgrad_of
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, "
@@ -164,7 +164,7 @@ def _(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Te
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, offsets, _, _, ctx.kind, _, ctx.portable, _, _ = inputs
-    ctx.sink = sink_of(b)
+    ctx.deferred_wgrad = deferred_wgrad_of(b)
     ctx.save_for_backward(a, b, offsets)
 
 
@@ -179,7 +179,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
     def product(kind: int, left: Tensor, right: Tensor) -> Tensor | None:
         if kind == WGRAD:
-            return gradient_of(ctx.sink, left, right, offsets, ctx.portable)
+            return gradient_of(ctx.deferred_wgrad, left, right, offsets, ctx.portable)
         return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, kind, 0, ctx.portable)
 
     grads = [product(*factors) if needed else None

@@ -1,8 +1,8 @@
 """Where the gradients of an EPMoE's weights go: later, by a call of its own, or into main_grad.
 
 By default the backward of a product computes the gradient of its weights (WGRAD) and returns it to autograd.
-An EPMoE that wants something else passes its product an alias of the weights that carries a Sink.  The
-product's backward then gives the factors of the gradient to the sink (gradient_of).
+An EPMoE that wants something else passes its product an alias of the weights that carries a DeferredWgrad.
+The product's backward then gives the factors of the gradient to the deferred wgrad (gradient_of).
 
 Names and meanings are those of Transformer Engine and Megatron-LM: delay_wgrad_compute, backward_dw,
 fuse_wgrad_accumulation, main_grad, grad_added_to_main_grad.
@@ -29,24 +29,25 @@ _lock = threading.Lock()  # ranks may be threads
 _is_installed = False
 
 
-def sink_of(weight: Tensor) -> Sink | None:
-    """Return the Sink that weights carry, or None."""
-    return getattr(weight, "_epmoe_sink", None)
+def deferred_wgrad_of(weight: Tensor) -> DeferredWgrad | None:
+    """Return the DeferredWgrad that weights carry, or None."""
+    return getattr(weight, "_epmoe_deferred_wgrad", None)
 
 
-def gradient_of(sink: Sink | None, a: Tensor, b: Tensor, offsets: Tensor,
+def gradient_of(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offsets: Tensor,
                 portable: bool = False) -> Tensor | None:
-    """Return the gradient [L, N, K] of weights, of a [M, N] and b [M, K], or what their sink returns."""
-    if sink is None:
+    """Return the gradient [L, N, K] of weights, of a [M, N] and b [M, K], or what deferred returns."""
+    if deferred is None:
         return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, portable)
-    return sink.take(Factors(sink, a, b, offsets, portable))
+    return deferred.take(Factors(deferred, a, b, offsets, portable))
 
 
 class Factors:
     """The factors of a gradient, and what must be known to multiply them later."""
 
-    def __init__(self, sink: Sink, a: Tensor, b: Tensor, offsets: Tensor, portable: bool) -> None:
-        self.sink, self.tensors, self.portable = sink, (a, b, offsets), portable
+    def __init__(self, deferred: DeferredWgrad, a: Tensor, b: Tensor, offsets: Tensor,
+                 portable: bool) -> None:
+        self.deferred_wgrad, self.tensors, self.portable = deferred, (a, b, offsets), portable
         self.versions = [t._version for t in self.tensors]
         self.stream: torch.cuda.Stream | None = None
         self.ready: torch.cuda.Event | None = None
@@ -73,11 +74,11 @@ class Factors:
         if [t._version for t in self.tensors] != self.versions:
             raise RuntimeError("backward_dw: a tensor that the gradient of the weights needs was modified in "
                                "place after the backward pass: leave it as it is until backward_dw()")
-        p, scale = self.sink.parameter, self.sink.scale
-        if self.sink.owner.fuses:
-            out = main_grad_of(p).view(self.sink.shape)
+        p, scale = self.deferred_wgrad.parameter, self.deferred_wgrad.scale
+        if self.deferred_wgrad.owner.fuses:
+            out = main_grad_of(p).view(self.deferred_wgrad.shape)
             torch.ops.epmoe.grouped_wgrad_add(*self.tensors, out, scale, self.portable)
-            return _stand_in(p, self.sink.shape)
+            return _stand_in(p, self.deferred_wgrad.shape)
         a, b, offsets = self.tensors
         grad = torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, self.portable)
         return grad if scale == 1 else grad * scale
@@ -122,10 +123,10 @@ class _Later(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         grad = ctx.factors.multiply()
-        return grad if grad is None else grad.view_as(ctx.factors.sink.parameter), None
+        return grad if grad is None else grad.view_as(ctx.factors.deferred_wgrad.parameter), None
 
 
-class Sink:
+class DeferredWgrad:
     """Takes the factors of the gradient of one parameter, in the backward of one forward pass."""
 
     def __init__(self, owner: WeightGradients, step: object, parameter: Tensor, scale: float,
@@ -163,7 +164,7 @@ class Sink:
 
 
 class WeightGradients:
-    """The sinks of an EPMoE, and the gradients that wait for backward_dw.
+    """The deferred wgrads of an EPMoE, and the gradients that wait for backward_dw.
 
     delays: gradients wait for backward_dw.  fuses: they are added to main_grad.
     """
@@ -180,7 +181,7 @@ class WeightGradients:
         return WeightGradients(self.delays, self.fuses)  # what waits is the original's
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """Begin a forward pass.  Raises for parameters that cannot have a sink.
+        """Begin a forward pass.  Raises for parameters that cannot have a deferred wgrad.
 
         Args:
             parameters: {name: parameter} of those that require grad.
@@ -195,17 +196,18 @@ class WeightGradients:
                 main_grad_of(p, name)
 
     def weight(self, p: Tensor, scale: float, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return an alias [L, N, K] of a parameter, whose gradient goes to a sink of this forward pass.
+        """Return an alias [L, N, K] of a parameter, whose gradient is deferred in this forward pass.
 
         shape: L, N, K, if the parameter has another shape; -1 as for view.
         """
         shape = p.shape if shape is None else p.detach().view(shape).shape
-        sink = Sink(self, self._step, p, scale, shape)
+        deferred = DeferredWgrad(self, self._step, p, scale, shape)
         # With delay, p is not in the graph: no hook of p runs in the backward.
         leaf = p.detach().requires_grad_() if self.delays else p
         alias: Any = leaf.view(shape)
-        sink.leaf = alias.grad_fn.next_functions[0][0]  # it refers to leaf, which must not refer to the sink
-        alias._epmoe_sink = sink
+        # It refers to leaf, which must not refer to the deferred wgrad.
+        deferred.leaf = alias.grad_fn.next_functions[0][0]
+        alias._epmoe_deferred_wgrad = deferred
         return alias
 
     def add(self, step: object, factors: Factors) -> None:
@@ -219,7 +221,7 @@ class WeightGradients:
         _, waiting = self.pending.popitem(last=False)
         for factors in waiting:
             with torch.enable_grad():
-                token = _Later.apply(factors.sink.parameter, factors)
+                token = _Later.apply(factors.deferred_wgrad.parameter, factors)
             token.backward(token.detach())
 
 
@@ -234,7 +236,8 @@ def _watch(gradients: WeightGradients) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    waiting = {id(f.sink.parameter) for g in list(_delaying) for fs in g.pending.values() for f in fs}
+    factors = [f for g in list(_delaying) for fs in g.pending.values() for f in fs]
+    waiting = {id(f.deferred_wgrad.parameter) for f in factors}
     if waiting and any(id(p) in waiting for group in optimizer.param_groups for p in group["params"]):
         raise RuntimeError("an optimizer makes a step, but gradients of its parameters wait for "
                            "backward_dw(): call it once for each backward pass before the step")

@@ -98,8 +98,8 @@ def dispatch(group, x, idx, weight, num_experts, **options):
     """Send tokens to their experts' ranks, in a layer that is large enough on every rank.  Collective.
 
     The first call of a kind makes a layer for the most tokens of any rank.  Where a later call has more
-    tokens on some rank, that rank refuses, and so all ranks learn of it in the same call: they make a larger
-    layer and repeat the call.  Until then agreeing costs nothing.
+    tokens on some rank, that rank propagates the error, and so all ranks learn of it in the same call: they
+    make a larger layer and repeat the call.  Until then agreeing costs nothing.
 
     Args:
         group: As for make_layer.

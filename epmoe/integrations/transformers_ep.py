@@ -123,7 +123,7 @@ class EpmoeEP(EPImplementation):
         most = x.shape[0] if layers.max_tokens else _most_tokens(layers.world, x.shape[0])
         layer = layers.get(most, x.shape[1], idx.shape[1], num_experts, x.dtype, x.device)
         if not torch.compiler.is_compiling() and x.shape[0] > layer.max_tokens // layer._copies:
-            layer._refuse(_C.OP_PLAN, ValueError(f"{x.shape[0]} tokens, but max_tokens is "
+            layer._propagate(_C.OP_PLAN, ValueError(f"{x.shape[0]} tokens, but max_tokens is "
                                                  f"{layers.max_tokens}: pass more to set_ep_options before "
                                                  f"the model is made"), 0)
         if is_plain:

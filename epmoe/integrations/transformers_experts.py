@@ -12,7 +12,7 @@ import torch
 
 from .. import _C
 from ..a2a.fused import EpAll2AllFusedOp, fuses
-from ..a2a.base import refuse_layer, together, world_of
+from ..a2a.base import propagate_layer_error, together, world_of
 from ..comm.world import thread_worlds
 from ..gemm.activations import GptOss, SwiGLU, activate
 from ..gemm.grouped import grouped_gemm
@@ -222,7 +222,7 @@ def compute(experts, layer, x, idx, weight):
         takes = (activation is not None and not has_norm
                  and experts_ops.takes(layer, x, weight, weights, watched))
     except Exception as error:
-        layer._refuse(_C.OP_PLAN, error, 0)
+        layer._propagate(_C.OP_PLAN, error, 0)
     if takes:
         return experts_ops.run(layer, x, idx, weight, weights, activation, watched)[0]
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
@@ -234,7 +234,7 @@ def compute(experts, layer, x, idx, weight):
             y = grouped_gemm(h, down, offsets=layout.expert_offsets, bias=down_bias)
             y = experts.post_expert_norm(y).contiguous()
     except Exception as error:  # the other ranks are in their next operation, and learn of it there
-        layer._refuse(_C.OP_GEMM_COMBINE if layer.fused and not has_norm else _C.OP_COMBINE, error,
+        layer._propagate(_C.OP_GEMM_COMBINE if layer.fused and not has_norm else _C.OP_COMBINE, error,
                       layout.buffer)
     if has_norm:
         return layer.combine(y, layout, row_weight)
@@ -256,7 +256,7 @@ def compute_rows(forward, layer, x, idx, weight):
             y = forward(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
         y = y.to(layer.dtype).contiguous()
     except Exception as error:
-        layer._refuse(_C.OP_COMBINE, error, layout.buffer)
+        layer._propagate(_C.OP_COMBINE, error, layout.buffer)
     return layer.combine(y, layout, row_weight)
 
 
@@ -320,7 +320,7 @@ def from_experts(cls, experts, ep_group, topk, options):
         whole, topk = _sizes_of(experts, topk)
     except Exception as error:
         heap = options.get("heap")
-        refuse_layer(world_of(ep_group, heap, options.get("timeout_s")), heap, error)
+        propagate_layer_error(world_of(ep_group, heap, options.get("timeout_s")), heap, error)
         raise
     moe = _made(cls, experts, ep_group, whole, topk, options)
     try:

@@ -98,5 +98,5 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, handle,
                                         rows, counts, a, rows, y, *kernel))
     except Exception as error:
-        a2a._refuse(_C.OP_LL_DISPATCH, error, 0)
+        a2a._propagate(_C.OP_LL_DISPATCH, error, 0)
     return y

@@ -33,13 +33,13 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import _C
-from ..a2a.layer import ANY_ROOM, MOST_ROOMS, NO_ROOM, room_after
+from ..a2a.layer import ANY_SLACK, MOST_ROOMS, NO_SIZE_HINT, next_size_hint
 from ..a2a.layout import EPLayout
 from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
-from ..comm.refusals import reported_after_plan, reporting
+from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import Activation
 from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
-from ..gemm.weight_gradients import gradient_of, sink_of
+from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
 from ..torch_modes import check_mode, implement, is_watched, requires_grad
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
     except Exception as error:
         if layout is not None and layout.recv is not None:
             raise  # the operations have run: nobody waits for this rank
-        layer._refuse(_C.OP_PLAN, error, 0)
+        layer._propagate(_C.OP_PLAN, error, 0)
 
 
 def _run_as_operators(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor,
@@ -138,10 +138,10 @@ def as_float32(topk_weights: Tensor) -> Tensor:
 
 def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
              parameters: Weights, kernel: Kernel, num_rows: int,
-             keeps: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+             saves: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Run the experts.  Returns (y, rows, h, row_weight, recv).
 
-    topk_idx: None if the plan is made already.  num_rows: -1 if only the plan has it.  keeps: for a backward.
+    topk_idx: None if the plan is made already.  num_rows: -1 if only the plan has it.  saves: for a backward.
     Outputs are allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
@@ -152,41 +152,42 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: 
                                                                     down_bias)
     num_tokens, hidden, columns, inner = x.shape[0], layer.hidden, gate_up.shape[1], down.shape[2]
     is_planned = topk_idx is None
-    key = num_tokens.bit_length(), gate_up.data_ptr() if keeps else None
+    key = num_tokens.bit_length(), gate_up.data_ptr() if saves else None
     known = layer.capacity if num_rows < 0 else num_rows
     knows = known is not None
-    room: int = layer._rooms.get(key, 0) if known is None else known
-    is_hint = not knows and room != NO_ROOM  # room follows from earlier calls
+    hint: int = layer._size_hints.get(key, 0) if known is None else known
+    is_hint = not knows and hint != NO_SIZE_HINT  # hint follows from earlier calls
     empty, dtype = layer._allocator(), layer.dtype
     recv = empty((layer._recv_words,), (1,), torch.int32)
     y = empty((num_tokens, hidden), (hidden, 1), dtype)
     while True:
-        n = max(room, 0)
+        n = max(hint, 0)
         try:
             rows, a = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
             row_weight = empty((n,), (1,), torch.float32)
-            h = empty((n, columns), (columns, 1), dtype) if keeps else None
+            h = empty((n, columns), (columns, 1), dtype) if saves else None
             # Else the rows, which the first product has read by then.
-            out_rows = empty((n, hidden), (hidden, 1), dtype) if keeps else rows
+            out_rows = empty((n, hidden), (hidden, 1), dtype) if saves else rows
         except Exception:
             if not is_hint:
                 raise
-            layer._rooms[key] = room = NO_ROOM  # torch frees all memory that it caches before it gives up
+            # torch frees all memory that it caches before it gives up
+            layer._size_hints[key] = hint = NO_SIZE_HINT
             is_hint = False
             continue
-        awaits_rows = 0 if knows else 1 + n // 8 if keeps else ANY_ROOM
+        awaits_rows = 0 if knows else 1 + n // 8 if saves else ANY_SLACK
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, layout.plan, recv, rows, row_weight,
-            h, a, out_rows, y, *kernel, keeps, is_planned, awaits_rows))
+            h, a, out_rows, y, *kernel, saves, is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
         if is_hint:
-            if len(layer._rooms) >= MOST_ROOMS and key not in layer._rooms:
-                layer._rooms.clear()
-            layer._rooms[key] = room_after(room, found, keeps, room - found >= awaits_rows)
+            if len(layer._size_hints) >= MOST_ROOMS and key not in layer._size_hints:
+                layer._size_hints.clear()
+            layer._size_hints[key] = next_size_hint(hint, found, saves, hint - found >= awaits_rows)
         if is_launched:
             break
-        room, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
+        hint, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
     found = found if awaits_rows else n
     if layer.capacity is None:
         layout._num_rows = found
@@ -262,7 +263,7 @@ class _Experts(torch.autograd.Function):
         y, rows, h, row_weight, recv = _forward(layer, x, topk_idx, weight, layout, parameters, kernel, -1,
                                                 True)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
-        ctx.sinks = sink_of(gate_up), sink_of(down)
+        ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
         ctx.save_for_backward(layout.plan, *parameters, rows, h, row_weight, recv)
         return y
 
@@ -290,15 +291,18 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         else:
             g, d_h, weighted, dots = _down(layer, dy, plan, down, down_bias, h, row_weight, ctx.kernel,
                                            ctx.buffer)
-        # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
+        # Without retain_graph, free gate and up here: the gradients of the weights have hint in their memory.
         ctx.maybe_clear_saved_tensors()
         del h
-        # A sink takes the factors of a gradient, and a compiler sees the product. Else the module makes it.
-        sink_up, sink_down = ctx.sinks
-        gives_up, gives_down = as_operators or sink_up is not None, as_operators or sink_down is not None
+        # A deferred wgrad takes the factors of a gradient, and a compiler sees the product. Else the module
+        # makes it.
+        deferred_up, deferred_down = ctx.deferred_wgrads
+        gives_up = as_operators or deferred_up is not None
+        gives_down = as_operators or deferred_down is not None
         offsets = expert_offsets(layer, plan)
         if of_down:
-            d_down = gradient_of(sink_down, g, weighted, offsets) if gives_down else torch.empty_like(down)
+            d_down = (gradient_of(deferred_down, g, weighted, offsets) if gives_down
+                      else torch.empty_like(down))
         if of_down_bias:
             d_down_bias = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
         if of_gate_up and not gives_up:
@@ -309,13 +313,13 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             dx, d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, layer.id,
                                                                ctx.buffer, ctx.num_tokens)
         else:
-            # A sink may multiply g later.
-            out_rows = g if sink_down is None else torch.empty_like(g)
+            # A deferred wgrad may multiply g later.
+            out_rows = g if deferred_down is None else torch.empty_like(g)
             dx, d_weight = _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
                                None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
                                ctx.num_tokens)
     if of_gate_up and gives_up:
-        d_gate_up = gradient_of(sink_up, d_h, rows, offsets)
+        d_gate_up = gradient_of(deferred_up, d_h, rows, offsets)
     if of_gate_up_bias:
         d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
     return (dx if of_x else None, d_weight if of_weight else None, d_gate_up, d_gate_up_bias, d_down,
@@ -409,7 +413,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, *ctx.kernel, _ = inputs
     _, rows, h, row_weight, recv = output
     ctx.num_tokens = x.shape[0]
-    ctx.sinks = sink_of(gate_up), sink_of(down)
+    ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rows, h, row_weight, recv)
     ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.device import integer
-from ..comm.refusals import check_plain
+from ..comm.error_propagation import check_plain
 from ..gemm.activations import Activation, gpt_oss_numbers, is_gated
 from ..gemm.grouped import FP8_BLOCK, as_kernel
 from ..gemm.quantize import quantize_fp8_weight

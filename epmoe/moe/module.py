@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from ..a2a.base import refuse_layer, together, world_of
+from ..a2a.base import propagate_layer_error, together, world_of
 from ..a2a.fused import EpAll2AllFusedOp
 from ..a2a.low_latency import LowLatencyAll2All
 from ..comm.device import integer
-from ..comm.refusals import check_plain
+from ..comm.error_propagation import check_plain
 from ..errors import EpMismatch
 from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import grouped_gemm, is_transposed
@@ -367,7 +367,7 @@ class EPMoE(nn.Module):
                                                   (max_tokens, hidden, inner, num_physical, topk))
         except Exception as error:
             if layer is None:
-                refuse_layer(world, heap, error)
+                propagate_layer_error(world, heap, error)
             raise
         self.activation = activation
         self.weight_dtype = weight_dtype
@@ -624,7 +624,7 @@ class EPMoE(nn.Module):
             elif (not at_once or watched) and torch.is_grad_enabled():
                 tokens = join_backward(tokens, topk_weights, *self.parameters())
         except Exception as error:
-            self._refuse(error, path)
+            self._propagate(error, path)
         layout: Layout | None
         if layer.nodes is not None:
             over_nodes = cast("InternodeLayer", layer)
@@ -679,7 +679,7 @@ class EPMoE(nn.Module):
             watched = is_watched()
             at_once = experts_ops.takes(layer, x, topk_weights, weights, watched)
         except Exception as error:
-            layer._refuse(_C.OP_PLAN, error, 0)
+            layer._propagate(_C.OP_PLAN, error, 0)
         return self._run(layer, x, topk_idx, topk_weights, weights, at_once, watched)
 
     def _run(self, layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_idx: Tensor,
@@ -704,7 +704,7 @@ class EPMoE(nn.Module):
             if not torch.compiler.is_compiling():
                 _check_strides(gate_up_proj=gate_up, down_proj=down)
         except Exception as error:
-            layer._refuse(_C.OP_PLAN, error, 0)
+            layer._propagate(_C.OP_PLAN, error, 0)
         h, row_weight, layout = layer.mega_dispatch_group_gemm(
             x, topk_idx, weight=topk_weights, gemm_weight=gate_up, bias=gate_up_bias,
             activation=self.activation, gemm_scale=scale_up)
@@ -722,7 +722,7 @@ class EPMoE(nn.Module):
             try:
                 y = self._multiply(rows, row_scale, handle.expert_offsets, *weights)
             except Exception as error:
-                layer._refuse(_C.OP_LL_COMBINE, error, handle.buffer)
+                layer._propagate(_C.OP_LL_COMBINE, error, handle.buffer)
             return layer.combine(y, handle), None
         if self.is_fp8:
             rows, row_scale, row_weight, layout = layer.dispatch_fp8(x, topk_idx, topk_weights)
@@ -732,7 +732,7 @@ class EPMoE(nn.Module):
         try:
             y = self._multiply(rows, row_scale, layout.expert_offsets, *weights)
         except Exception as error:
-            layer._refuse(_C.OP_COMBINE, error, layout.buffer)
+            layer._propagate(_C.OP_COMBINE, error, layout.buffer)
         return layer.combine(y, layout, row_weight), layout
 
     def _multiply(self, rows: Tensor, row_scale: Tensor | None, offsets: Tensor, gate_up: Tensor,
@@ -756,15 +756,15 @@ class EPMoE(nn.Module):
     def _chunks_of_call(self, gradients: bool) -> int:
         return chunks.chunks_of_call(self, gradients)
 
-    def _refuse(self, error: Exception, path: LowLatencyAll2All | None) -> NoReturn:
+    def _propagate(self, error: Exception, path: LowLatencyAll2All | None) -> NoReturn:
         """Report an error to the other ranks in the operation that they enter, and raise it.
 
         path: the LowLatencyAll2All of the call, or None.
         """
         try:
             if path is not None:
-                path._refuse(_C.OP_LL_DISPATCH, error, 0)
-            self.layer._refuse(_C.OP_PLAN, error, 0)
+                path._propagate(_C.OP_LL_DISPATCH, error, 0)
+            self.layer._propagate(_C.OP_PLAN, error, 0)
         finally:
             del error
 

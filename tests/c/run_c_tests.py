@@ -46,7 +46,7 @@ FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
 TESTS = ("main harness cases ll_cases steps test_alone test_bootstrap test_counters test_deferred_free "
          "test_device test_fork test_heap test_hostile test_interrupt test_launch test_launch_order "
          "test_low_latency test_memory test_order test_processes test_quantize test_record "
-         "test_refusals test_sharing test_steps test_tables test_threads test_wire").split()
+         "test_error_propagation test_sharing test_steps test_tables test_threads test_wire").split()
 # The functions of the system that a source calls from the tests instead. Those of harness.c fail at times.
 # Of test_record.c, open can block, as it does on a file system that is stuck, and free counts its calls.
 REPLACED = {"cpu/backend.c": ("pthread_create", "mmap", "posix_fallocate"),
@@ -103,7 +103,7 @@ LL_FAULTS = {
     7: ("no rank waits for the words of a slot", "plain", "ll_steps", {DATA}),
     8: ("the first worker that leaves acts as the last", "tsan", "ll_steps", {RACE, DATA, CODE, TIMEOUT}),
     10: ("a rank accepts a cell of an earlier operation", "plain", "ll_steps", {DATA, CODE, TIMEOUT}),
-    14: ("a rank does not clear the slots of a void operation", "plain", "ll_refusals", {DATA}),
+    14: ("a rank does not clear the slots of a void operation", "plain", "ll_error_propagation", {DATA}),
     15: ("a rank does not set a word to 0 after reading it", "plain", "ll_steps", {DATA}),
 }
 QUICK_LL_FAULTS = (10, 14, 15)

@@ -1,5 +1,5 @@
 /* test_low_latency.c - results of the low-latency dispatch and combine, compared with a brute-force
- * computation: shapes, halves, buffers, epochs, e4m3, and operations that one rank refuses. */
+ * computation: shapes, halves, buffers, epochs, e4m3, and operations that one rank propagates an error. */
 #include <math.h>
 
 #include "e4m3.h"
@@ -266,7 +266,7 @@ bool test_ll_epochs(void) {
     return true;
 }
 
-/* ---- refusals ---- */
+/* ---- propagated errors ---- */
 
 static bool is_void(const LlStep *st) {
     const EpShape *s = &st->c->base.shape;
@@ -294,7 +294,7 @@ static bool wrong_index(Rank *me, const LlCase *of, int32_t value) {
     return true;
 }
 
-static bool ll_refusals_body(Rank *me, void *arg) {
+static bool ll_error_propagation_body(Rank *me, void *arg) {
     const LlCases *s = (const LlCases *)arg;
     const bool wrong = me->rank == 1;
     for (uint32_t i = 0; i + 1 < s->num_cases; i += 2) {
@@ -322,14 +322,14 @@ static bool ll_refusals_body(Rank *me, void *arg) {
     }
     return true;
 }
-bool test_ll_refusals(void) {
+bool test_ll_error_propagation(void) {
     const EpLayerConfig config = ll_config(3, 2, 3, 8, 16, EP_F32);
-    return run_ll(&config, ll_refusals_body, scaled(20) + 2, 0, ROUTE_FULL);
+    return run_ll(&config, ll_error_propagation_body, scaled(20) + 2, 0, ROUTE_FULL);
 }
 
-/* A rank that refuses an operation clears every slot of the operation before, if that was void. Otherwise a
+/* A rank that propagates an error clears every slot of the operation before, if that was void. Otherwise a
  * later operation in the same bank reads the old words as if they had just arrived. */
-bool test_ll_refusal_clears_slots(void) {
+bool test_ll_propagated_error_clears_slots(void) {
     static EpHostWords host;
     EpLlHead heads[EP_MAX_RANKS];
     const uint64_t epoch = 9;
@@ -340,7 +340,7 @@ bool test_ll_refusal_clears_slots(void) {
         memset(c.base[0], 0, c.layout.num_bytes);
         memset(c.base[0] + c.layout.stage_off, 0x5a, EP_LL_BANKS * 5 * c.layout.slot_stride);
         EP_AT(EpLocal, &c, 0, c.layout.local_off)->void_epoch = epoch - 2 + is_void;
-        ep_ll_refuse(&c, EP_OP_LL_DISPATCH, epoch, heads);
+        ep_ll_propagate_error(&c, EP_OP_LL_DISPATCH, epoch, heads);
         for (uint64_t of = epoch - EP_LL_BANKS; of < epoch; of++)
             for (uint32_t token = 0; token < 5; token++)
                 CHECK(NULL, all_bytes_are(ep_ll_slot(&c, 0, 0, token, of), c.layout.slot_stride,

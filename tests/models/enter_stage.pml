@@ -46,7 +46,7 @@
 #endif
 #define BAD 16
 
-byte header[N * HB * N];      /* [dst][bank][src]: epoch, plus BAD if refused */
+byte header[N * HB * N];      /* [dst][bank][src]: epoch, plus BAD if it propagates an error */
 byte enter[N * HB * N];
 byte stage[N * N];            /* [dst][src]: epoch of the row located there */
 byte flag[N * N];

@@ -2,7 +2,7 @@
  *
  * Each of N ranks executes E operations: dispatch, combine, dispatch, ... A rank has two workers, a
  * sender and a receiver. They synchronise only at the end of an operation. A rank has no token, or one
- * token that it sends to every peer, or a token with a wrong index, or it refuses. A combine returns
+ * token that it sends to every peer, or a token with a wrong index, or it propagates an error. A combine returns
  * what the dispatch before it has brought. It is refused if that dispatch was void.
  *
  * A rank tells each peer: the call and the number (the two cells of its head), the route of its token,
@@ -15,7 +15,7 @@
  * - A receiver of operation e uses only cells and slots of epoch e. None of them is overwritten before the
  *   receiver has used it. (The epoch of a slot is known to the checker only.)
  * - A sender finds every slot empty. A clearing receiver clears no slot of another operation.
- * - All ranks reach one verdict: normal, refused, or wrong index.
+ * - All ranks reach one verdict: normal, error, or wrong index.
  * - Every rank ends every operation.
  *
  * Mutants:
@@ -26,12 +26,12 @@
  *   TAGBITS=1  a cell has only the lowest bit of its epoch.
  *   TORN       a receiver reads the number when it has seen the call, without looking at the number's tag.
  *   EARLYADV   the first worker out advances the epoch.
- *   HASTE      a rank that refuses does not wait for the heads of its peers.
+ *   HASTE      a rank that propagates an error does not wait for the heads of its peers.
  *
  * Correct variants:
  *   HALVES     the receiver begins after the sender has ended, as with two launches.
  *   INORDER    the stores to a peer become visible in the order of the program.
- *   FEW        only in operation 3 may a rank refuse, have a wrong index, or have no token. Both make three
+ *   FEW        only in operation 3 may a rank propagate an error, have a wrong index, or have no token. Both make three
  *              ranks cheap. */
 #ifndef N
 #define N 2
@@ -63,7 +63,7 @@
 #define NOTHING 0
 #define TOKEN   1
 #define WRONG   2
-#define REFUSE  3
+#define ERROR  3
 
 /* The stores to a peer. */
 #define CALL   1
@@ -77,7 +77,7 @@
 #define MAY(store) (left & (store))
 #endif
 
-byte call[N * BANKS * N];     /* [dst][bank][src]: cell, value 1 if refused */
+byte call[N * BANKS * N];     /* [dst][bank][src]: cell, value 1 if it propagates an error */
 byte number[N * BANKS * N];   /* cell, value: tokens of a dispatch */
 byte route[N * BANKS * N];    /* cell, value: TOKEN or WRONG */
 byte slot[N * SLOTS * N];     /* 0: empty, else the epoch of the row located there */
@@ -89,7 +89,7 @@ byte sent[N];                 /* 1: the last dispatch has sent this rank's token
 byte got[N];                  /* bit w: the last dispatch has brought a token of w */
 
 /* What the checker knows. It is not a part of the protocol. */
-byte verdict[E + 2];          /* 0: not reached yet, else 1 + NOTHING, WRONG or REFUSE */
+byte verdict[E + 2];          /* 0: not reached yet, else 1 + NOTHING, WRONG or ERROR */
 byte ended[E + 2];            /* ranks that have ended this operation */
 
 #define NORMAL NOTHING
@@ -106,7 +106,7 @@ inline choose() {
     :: IS_DISPATCH(e) -> DOES(r,e) = TOKEN
     :: IS_DISPATCH(e) && VARIES(e) -> DOES(r,e) = WRONG
     :: !IS_DISPATCH(e) && sent[r] != 2 -> DOES(r,e) = NOTHING
-    :: VARIES(e) || (!IS_DISPATCH(e) && sent[r] == 2) -> DOES(r,e) = REFUSE
+    :: VARIES(e) || (!IS_DISPATCH(e) && sent[r] == 2) -> DOES(r,e) = ERROR
     fi
 }
 
@@ -172,7 +172,7 @@ inline leave() {
 }
 
 #define STORES(d) (CALL + NUMBER + (DOES(r,e) == TOKEN || DOES(r,e) == WRONG -> ROUTE + SLOT : \
-                   (!IS_DISPATCH(e) && DOES(r,e) != REFUSE && (got[r] >> (d)) & 1 -> SLOT : 0)))
+                   (!IS_DISPATCH(e) && DOES(r,e) != ERROR && (got[r] >> (d)) & 1 -> SLOT : 0)))
 
 proctype sender(byte r) {
     byte e = 1, d, left, i;
@@ -181,7 +181,7 @@ proctype sender(byte r) {
     :: atomic { e <= E && epoch[r] >= e -> first_peer(d); left = STORES(d) }
         do
         :: atomic { d < N && MAY(CALL) ->
-                call[AT(d,e,r)] = CELL(e, DOES(r,e) == REFUSE); left = left - CALL }
+                call[AT(d,e,r)] = CELL(e, DOES(r,e) == ERROR); left = left - CALL }
         :: atomic { d < N && MAY(NUMBER) ->
                 number[AT(d,e,r)] = CELL(e, DOES(r,e) == TOKEN || DOES(r,e) == WRONG);
                 left = left - NUMBER }
@@ -220,7 +220,7 @@ inline clear_void() {
     dirty[r] = (dirty[r] == e -> e : 0)
 }
 
-/* Give the verdict. A refusal comes before a wrong index. In a normal operation, note what combine needs. */
+/* Give the verdict. A propagated error comes before a wrong index. In a normal operation, note what combine needs. */
 inline judge() {
     assert(verdict[e] == 0 || verdict[e] == 1 + bad);
     verdict[e] = 1 + bad;
@@ -253,7 +253,7 @@ proctype receiver(byte r) {
     :: atomic { e <= E && epoch[r] >= e ->
 #endif
             first_peer(w); tokens = 0;
-            bad = (DOES(r,e) == REFUSE -> REFUSE : NORMAL)
+            bad = (DOES(r,e) == ERROR -> ERROR : NORMAL)
 #ifdef HASTE
             ;
             if
@@ -265,7 +265,7 @@ proctype receiver(byte r) {
         do      /* the heads */
         :: atomic { w < N && SEEN(call[AT(r,e,w)], e) ->
                 assert(EPOCH(call[AT(r,e,w)]) == e);
-                bad = (VALUE(call[AT(r,e,w)]) -> REFUSE : bad) }
+                bad = (VALUE(call[AT(r,e,w)]) -> ERROR : bad) }
 #ifdef TORN
             atomic {
 #else
@@ -281,15 +281,15 @@ proctype receiver(byte r) {
                 first_peer(w); break }
         od;
         do      /* the routes; the first wrong one ends the loop */
-        :: atomic { !IS_DISPATCH(e) || bad == REFUSE -> break }
-        :: atomic { IS_DISPATCH(e) && bad != REFUSE && w < N && !bad && !((tokens >> w) & 1) ->
+        :: atomic { !IS_DISPATCH(e) || bad == ERROR -> break }
+        :: atomic { IS_DISPATCH(e) && bad != ERROR && w < N && !bad && !((tokens >> w) & 1) ->
                 next_peer(w) }
-        :: atomic { IS_DISPATCH(e) && bad != REFUSE && w < N && !bad && (tokens >> w) & 1 &&
+        :: atomic { IS_DISPATCH(e) && bad != ERROR && w < N && !bad && (tokens >> w) & 1 &&
                     SEEN(route[AT(r,e,w)], e) ->
                 assert(EPOCH(route[AT(r,e,w)]) == e);
                 bad = (VALUE(route[AT(r,e,w)]) == WRONG -> WRONG : NORMAL);
                 next_peer(w) }
-        :: atomic { IS_DISPATCH(e) && bad != REFUSE && (w >= N || bad) -> judge(); first_peer(w); break }
+        :: atomic { IS_DISPATCH(e) && bad != ERROR && (w >= N || bad) -> judge(); first_peer(w); break }
         od;
         do      /* the slots: of tokens, or of the sums of this rank's token */
         :: atomic { w < N && !bad && !(IS_DISPATCH(e) -> (tokens >> w) & 1 : sent[r]) -> next_peer(w) }

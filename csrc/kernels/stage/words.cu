@@ -1,4 +1,5 @@
-/* words.cu - the operations without rows: enter (a barrier, or the refusal of an operation), signal, wait. */
+/* words.cu - the operations without rows: enter (a barrier, or an operation without data that propagates an
+ * error), signal, wait. */
 #include "cuda/capabilities.h"
 #include "kernels/launch.h"
 #include "kernels/stage/rows.cuh"
@@ -9,7 +10,7 @@ __global__ void enter_kernel(const __grid_constant__ EpComm c, uint32_t op) {
     if (epoch == 0) return;
     if (c.shape.combine_mode == EP_LOW_LATENCY) {
         __shared__ EpLlHead heads[EP_MAX_RANKS];
-        ep_ll_refuse(&c, op, epoch, heads);
+        ep_ll_propagate_error(&c, op, epoch, heads);
     } else {
         EpHeader h = ep_make_header(&c, op, NULL, NULL, 0, 0);
         ep_enter(&c, &h, epoch);

@@ -353,4 +353,4 @@ class FixedPlans:
         try:
             raise error
         finally:
-            del error  # see CollectiveLayer._refuse_now
+            del error  # see CollectiveLayer._propagate_now

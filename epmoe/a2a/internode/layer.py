@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ... import _C
 from ...comm.nodes import Nodes
 from ...comm.rail import RESERVE_SMS
-from ...comm.refusals import is_told, mark_told
+from ...comm.error_propagation import is_reported, mark_reported
 from ...comm.validation import BARRIER, COMBINE, DISPATCH, FAILED, FINALIZE, OP_OF, PLAN, SECOND, Header
 from ...errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
 from ...torch_modes import check_mode, requires_grad
@@ -79,7 +79,7 @@ class InternodeLayer(EPAll2AllLayer):
             if timeout_s is not None:
                 nodes.set_timeout(timeout_s)
         except Exception:
-            nodes._refuse()
+            nodes._propagate()
             raise
         shared = {**dict(zip(_POSITIONAL, args)), **options}
         defaults = inspect.signature(self._kind_of_team).parameters
@@ -93,7 +93,7 @@ class InternodeLayer(EPAll2AllLayer):
                 num_experts // nodes.num_nodes, None, None, *args, **options)
         except Exception:
             with contextlib.suppress(EpError):
-                nodes._refuse()
+                nodes._propagate()
             raise
         try:
             _agree(nodes, "created")
@@ -125,7 +125,7 @@ class InternodeLayer(EPAll2AllLayer):
         self.max_tokens = max_tokens * team._copies
         self._most = max_tokens
         self.leaves_sms = self.device.type == "cpu" or team._config.reserve_sms >= RESERVE_SMS
-        team._refuse_now = self._refuse_of_team  # type: ignore[method-assign]
+        team._propagate_now = self._propagate_of_team  # type: ignore[method-assign]
         if self.rail_capacity is not None:
             self._fixed = FixedPlans(self, self.rail_capacity)
 
@@ -142,7 +142,7 @@ class InternodeLayer(EPAll2AllLayer):
             raise EpClosed("this layer is finalized: create a new one")
         try:
             if error is not None:
-                mark_told(error)
+                mark_reported(error)
             if self._fixed is not None:
                 self._fixed.settle(error)
             failed = 0 if error is None else SECOND if type(error) is PeerError else FAILED
@@ -155,27 +155,27 @@ class InternodeLayer(EPAll2AllLayer):
                     raise error from None
                 raise
         finally:
-            del error  # else the error and this frame would be a cycle: see CollectiveLayer._refuse_now
+            del error  # else the error and this frame would be a cycle: see CollectiveLayer._propagate_now
 
-    def _refuse(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
+    def _propagate(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         """Report to all ranks that this one cannot take part in op, then raise the error."""
         try:
             # checkpointing needs no more of this forward
-            if not isinstance(error, _StopRecomputationError) and not is_told(error):
+            if not isinstance(error, _StopRecomputationError) and not is_reported(error):
                 self._validate(OP_OF[op], error=error)
             raise error
         finally:
             del error
 
-    def _refuse_of_team(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
-        """Take the place of the team layer's refusals, which happen after a validation, for lack of memory.
+    def _propagate_of_team(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
+        """Propagate an error of the team layer, which happens after a validation, for lack of memory.
 
         In _apply the ranks of the node enter the operation, and then all ranks validate.  Elsewhere other
         nodes would not learn it.
         """
         try:
             if self._applies:
-                type(self.team_layer)._refuse_now(self.team_layer, op, error, buffer)
+                type(self.team_layer)._propagate_now(self.team_layer, op, error, buffer)
             if not isinstance(error, _StopRecomputationError):
                 self.nodes._end(error)
             raise error
@@ -271,11 +271,11 @@ class InternodeLayer(EPAll2AllLayer):
 
     def _return(self, layout: NodesLayout, call: Callable[[], Tensor], weight: Tensor | None,
                 *tensors: Tensor | None) -> Tensor:
-        """Validate, make call(), which is the combine of the team, and bring its rows home."""
+        """Validate, make call(), which is the combine of the team, and bring its rows back."""
         self._validate(COMBINE, layout, weights=weight is not None,
                        gradients=requires_grad(weight, *tensors))
         with self._ending():
-            return rows.Home.apply(call(), None, layout, True)[0]
+            return rows.Return.apply(call(), None, layout, True)[0]
 
     def _apply(self, moe: EPMoE, x: Tensor, topk_idx: Tensor,
                topk_weights: Tensor) -> tuple[Tensor, Layout | None]:
@@ -318,7 +318,7 @@ class InternodeLayer(EPAll2AllLayer):
         finally:
             del error
         with self._ending():
-            return rows.Home.apply(y, None, layout, True)[0], layout
+            return rows.Return.apply(y, None, layout, True)[0], layout
 
     @torch._disable_dynamo
     def preprocess(self, exp_indices: Tensor, full_scatter_indices: Tensor | None = None, *,

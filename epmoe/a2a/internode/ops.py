@@ -2,9 +2,9 @@
 
     nodes_plan   validates the call, exchanges the indices, and says which tokens this rank sends and has
     nodes_out    brings tokens to the nodes of their experts
-    nodes_home   brings rows home and adds them up
+    nodes_return   bring rows back and adds them up
 
-nodes_out and nodes_home are each other's backward.  `call` is the call that all ranks validate first
+nodes_out and nodes_return are each other's backward.  `call` is the call that all ranks validate first
 (validation.py), or -1 where they have validated it.
 """
 
@@ -32,8 +32,9 @@ lib.define("nodes_plan(Tensor x, Tensor? weight, Tensor indices, str layer, bool
            "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
 lib.define("nodes_out(Tensor x, Tensor? scalar, Tensor send_idx, Tensor owner, Tensor counts, str layer, "
            "SymInt num_here, int call, Tensor? after=None) -> (Tensor, Tensor)")
-lib.define("nodes_home(Tensor rows, Tensor? scalar, Tensor send_idx, Tensor owner, Tensor counts, str layer, "
-           "SymInt num_tokens, int call, bool gradients=False, Tensor? after=None) -> (Tensor, Tensor)")
+lib.define("nodes_return(Tensor rows, Tensor? scalar, Tensor send_idx, Tensor owner, Tensor counts, "
+           "str layer, SymInt num_tokens, int call, bool gradients=False, Tensor? after=None) -> (Tensor, "
+           "Tensor)")
 
 
 def _plan(x: Tensor, weight: Tensor | None, indices: Tensor, layer_id: str, gradients: bool,
@@ -65,7 +66,7 @@ def _out(x: Tensor, scalar: Tensor | None, send_idx: Tensor, owner: Tensor, coun
     return out, absent(x) if out_scalar is None else out_scalar
 
 
-def _home(rows_: Tensor, scalar: Tensor | None, send_idx: Tensor, owner: Tensor, counts: Tensor,
+def _return(rows_: Tensor, scalar: Tensor | None, send_idx: Tensor, owner: Tensor, counts: Tensor,
           layer_id: str, num_tokens: int, call: int, gradients: bool = False,
           after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     layer = layers[layer_id]
@@ -73,13 +74,13 @@ def _home(rows_: Tensor, scalar: Tensor | None, send_idx: Tensor, owner: Tensor,
     if call >= 0:
         layer._validate(call, layout, gradients=gradients)
     with layer._ending():
-        out, out_scalar = rows.home(layout, rows_, scalar)
+        out, out_scalar = rows.return_rows(layout, rows_, scalar)
     return out, absent(rows_) if out_scalar is None else out_scalar
 
 
 implement(lib, "nodes_plan", _plan)
 implement(lib, "nodes_out", _out)
-implement(lib, "nodes_home", _home)
+implement(lib, "nodes_return", _return)
 
 
 @register_fake("nodes_plan")
@@ -101,7 +102,7 @@ def _(x: Tensor, scalar: Tensor | None, send_idx: Tensor, owner: Tensor, counts:
     return x.new_empty(num_here, x.shape[1]), out_scalar
 
 
-@register_fake("nodes_home")
+@register_fake("nodes_return")
 def _(rows_: Tensor, scalar: Tensor | None, send_idx: Tensor, owner: Tensor, counts: Tensor, layer_id: str,
       num_tokens: int, call: int, gradients: bool = False,
       after: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -118,12 +119,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _out_backward(ctx: Any, d_rows: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
     scalar = d_scalar.contiguous() if ctx.has_scalar else None
-    dx, d_scalar = torch.ops.epmoe.nodes_home(d_rows.contiguous(), scalar, *ctx.saved_tensors, ctx.layer,
+    dx, d_scalar = torch.ops.epmoe.nodes_return(d_rows.contiguous(), scalar, *ctx.saved_tensors, ctx.layer,
                                               ctx.num, validation.DISPATCH_BACKWARD)
     return dx, d_scalar if ctx.has_scalar else None, *[None] * 7
 
 
-def _home_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
+def _return_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
     scalar = d_scalar.contiguous() if ctx.has_scalar else None
     d_rows, d_scalar = torch.ops.epmoe.nodes_out(d_out.contiguous(), scalar, *ctx.saved_tensors, ctx.layer,
                                                  ctx.num, validation.COMBINE_BACKWARD)
@@ -131,7 +132,7 @@ def _home_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor | 
 
 
 torch.library.register_autograd("epmoe::nodes_out", _out_backward, setup_context=_save, lib=lib)
-torch.library.register_autograd("epmoe::nodes_home", _home_backward, setup_context=_save, lib=lib)
+torch.library.register_autograd("epmoe::nodes_return", _return_backward, setup_context=_save, lib=lib)
 
 
 def apply(layer: InternodeLayer, moe: EPMoE, gradients: bool, x: Tensor, topk_idx: Tensor,
@@ -140,5 +141,5 @@ def apply(layer: InternodeLayer, moe: EPMoE, gradients: bool, x: Tensor, topk_id
     here_idx, *kept = torch.ops.epmoe.nodes_plan(x, topk_weights, topk_idx, layer.id, gradients)
     here, weight = torch.ops.epmoe.nodes_out(x, topk_weights, *kept, layer.id, here_idx.shape[0], -1)
     y, layout = moe._compute(layer.team_layer, here, here_idx, weight)
-    y = torch.ops.epmoe.nodes_home(y, None, *kept, layer.id, x.shape[0], validation.COMBINE, gradients)[0]
+    y = torch.ops.epmoe.nodes_return(y, None, *kept, layer.id, x.shape[0], validation.COMBINE, gradients)[0]
     return y, layout

@@ -3,16 +3,16 @@
 Every rank has the tokens of its rail for its node.  Those of its own node are chunk 0 and cross nothing.  The
 tokens of the other nodes are cut into C chunks: chunk c has the same part of the tokens of each node, in
 order, so both ends of the rail know it from the counts of the plan.  The host launches in this order, which
-is the same on all ranks (D: out over the rail, X: the stages of the node, R: home over the rail):
+is the same on all ranks (D: out over the rail, X: the stages of the node, R: back over the rail):
 
     D1 X0 D2 X1 R1 D3 X2 R2 ... XC RC
 
 Exchanges are asynchronous: on NCCL they run on a stream of their own, on gloo in threads.  After each X all
-ranks validate on the host, so that an error in it reaches all before its rows go home.  The backward launches
+ranks validate on the host, so that an error in it reaches all before its rows go back.  The backward launches
 the reverse: D for the gradient of chunk C first, the own tokens last.
 
 The sum of a token does not depend on C: node n contributes one row, whatever the chunk in which it comes, and
-rows are added up in node order when all are home.
+rows are added up in node order when all are back.
 
 Freedom from deadlock: as in rail.py, and on CUDA the team's kernels leave SMs to those of NCCL (RESERVE_SMS),
 so that the next kernel of each stream can start.  tests/models/rail.pml checks this order.
@@ -52,7 +52,7 @@ class Flight:
         self.parts = layout.parts(num_chunks)
         self.chunks = range(1, num_chunks + 1)
         self.arriving: dict[int, Tensor] = {}  # chunk -> the gradients of its rows, in a backward
-        self.home: dict[int, Tensor] = {}  # chunk -> the gradients of its tokens, in a backward
+        self.returned: dict[int, Tensor] = {}  # chunk -> the gradients of its tokens, in a backward
         self._waits: dict[tuple[str, int], Callable[[], None]] = {}  # name of an exchange -> waits for it
         self._source: Tensor | None = None  # the rows still to be sent: tokens, or the gradient of the sums
         self._to_fill: dict[int, Tensor] = {}  # chunk -> where its rows arrive
@@ -78,7 +78,7 @@ class Flight:
         """Start R of a chunk with rows t [A, H], rounded to rail_dtype.  Returns where they arrive."""
         part, t = self.parts[chunk], t.to(self.layer.rail_dtype)
         back = t.new_empty(sum(part.send_tokens), t.shape[1])
-        self._start(("home", chunk), back.detach(), t.contiguous(), part.send_tokens, part.recv_tokens)
+        self._start(("return", chunk), back.detach(), t.contiguous(), part.send_tokens, part.recv_tokens)
         return back
 
     def _start(self, name: tuple[str, int], out: Tensor, mine: Tensor, out_splits: list[int],
@@ -123,12 +123,12 @@ class _Send(torch.autograd.Function):
         flight: Flight = ctx.flight
         with flight.layer._ending():
             for c in reversed(flight.chunks):
-                flight.wait("home", c)
-            return flight.total(d_own, [flight.home.pop(c) for c in flight.chunks]), None
+                flight.wait("return", c)
+            return flight.total(d_own, [flight.returned.pop(c) for c in flight.chunks]), None
 
 
 class _Arrive(torch.autograd.Function):
-    """Wait for a chunk.  Backward: start the way home of its gradients."""
+    """Wait for a chunk.  Backward: start the way back of its gradients."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, flight: Flight, chunk: int) -> Tensor:
@@ -141,12 +141,12 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None]:
         rows.validate_backward(ctx.flight.layout, validation.DISPATCH_BACKWARD, d_rows)
         with ctx.flight.layer._ending():
-            ctx.flight.home[ctx.chunk] = ctx.flight.bring(ctx.chunk, d_rows)
+            ctx.flight.returned[ctx.chunk] = ctx.flight.bring(ctx.chunk, d_rows)
         return d_rows, None, None
 
 
 class _Return(torch.autograd.Function):
-    """Start the way home of the rows of a chunk.  Backward: wait for their gradients."""
+    """Start the way back of the rows of a chunk.  Backward: wait for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, flight: Flight, chunk: int) -> Tensor:
@@ -169,7 +169,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, own: Tensor, *backs: Tensor) -> Tensor:
         ctx.flight = flight
         for c in flight.chunks:
-            flight.wait("home", c)
+            flight.wait("return", c)
         return flight.total(own, backs)
 
     @staticmethod
@@ -180,7 +180,7 @@ class _Sum(torch.autograd.Function):
         with flight.layer._ending():
             dy = dy.contiguous()
             flight.arriving = dict(zip(flight.chunks, flight.begin(dy)))
-            flight.home = {}
+            flight.returned = {}
             flight.send(flight.chunks[-1])
             # What _Return receives is not read: only its shape must be right.
             shapes = [sum(flight.parts[c].send_tokens) for c in flight.chunks]
@@ -189,7 +189,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Scalars(torch.autograd.Function):
-    """Routing weights [T, K] to the tokens' nodes, as the chunks [A, K] in one.  Backward: home."""
+    """Routing weights [T, K] to the tokens' nodes, as the chunks [A, K] in one.  Backward: back."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, layout: NodesLayout) -> Tensor:
@@ -200,13 +200,13 @@ class _Scalars(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_weight: Tensor) -> tuple[Tensor, None]:
         with ctx.layout.layer._ending():
-            return rows.scalars_home(ctx.layout, d_weight.contiguous()), None
+            return rows.scalars_back(ctx.layout, d_weight.contiguous()), None
 
 
 class _Total:
     """The gradient of a weight of 16 bits that several products use: their sum in float32, rounded once.
 
-    Autograd would round each partial sum to the dtype of the weight.  It takes the place of a Sink
+    Autograd would round each partial sum to the dtype of the weight.  It takes the place of a DeferredWgrad
     (weight_gradients.py), so a product of rows adds its gradient to the sum and stores it nowhere else.
     """
 
@@ -261,7 +261,7 @@ def _weights_of(moe: EPMoE, num_uses: int) -> list[Weights]:
             total = _Total(p, num_uses)
             if p.dim() == 3 and p.is_contiguous():
                 alias = p.view_as(p)
-                setattr(alias, "_epmoe_sink", total)
+                setattr(alias, "_epmoe_deferred_wgrad", total)
                 uses = [alias] * num_uses
             else:
                 uses = [_Use.apply(p, total) for _ in uses]

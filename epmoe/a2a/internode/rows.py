@@ -1,6 +1,6 @@
-"""The way of rows between nodes, and its gradients: out to the nodes of a token's experts, and home.
+"""The way of rows between nodes, and its gradients: out to the nodes of a token's experts, and back.
 
-Each is the backward of the other.  Out: a token is copied to each node where it has an expert, once.  Home:
+Each is the backward of the other.  Out: a token is copied to each node where it has an expert, once.  Return:
 the rows of a token are rounded to rail_dtype, added up in node order, in float32, and rounded once.  Rows of
 the own node are rounded too; they are copied in memory and never cross the rail.
 """
@@ -33,7 +33,7 @@ def _arrived(layout: NodesLayout, t: Tensor) -> Tensor:
     return arrived
 
 
-def home(layout: NodesLayout, rows: Tensor, scalar: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def return_rows(layout: NodesLayout, rows: Tensor, scalar: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return the sums [T, H] of this rank's tokens, and the scalars [T, K] of their choices, or None.
 
     rows: [A, H], one for each token of out(); scalar: [A, K] or None.  The scalar of a choice comes from the
@@ -41,10 +41,10 @@ def home(layout: NodesLayout, rows: Tensor, scalar: Tensor | None) -> tuple[Tens
     """
     rounded = rows.to(layout.layer.rail_dtype)
     total = _returned(layout, rounded, _add, torch.float32)
-    return layout.finish_sums(total, rows.dtype), None if scalar is None else scalars_home(layout, scalar)
+    return layout.finish_sums(total, rows.dtype), None if scalar is None else scalars_back(layout, scalar)
 
 
-def scalars_home(layout: NodesLayout, scalar: Tensor) -> Tensor:
+def scalars_back(layout: NodesLayout, scalar: Tensor) -> Tensor:
     """Return the scalars [T, K] of the choices of this rank's tokens.  scalar: [A, K]."""
     return layout.finish_sums(_returned(layout, scalar, _select, scalar.dtype), scalar.dtype)
 
@@ -81,7 +81,7 @@ def validate_backward(layout: NodesLayout, op: int, *tensors: Tensor) -> None:
 
 
 class Out(torch.autograd.Function):
-    """out(); the backward is home()."""
+    """out(); the backward is return_rows()."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scalar: Tensor | None, layout: NodesLayout,
@@ -95,12 +95,12 @@ class Out(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
         scalar = d_scalar.contiguous() if ctx.has_scalar else None
-        dx, scalar = Home.apply(d_rows.contiguous(), scalar, ctx.layout, False)
+        dx, scalar = Return.apply(d_rows.contiguous(), scalar, ctx.layout, False)
         return dx, scalar, None, None
 
 
-class Home(torch.autograd.Function):
-    """home(); the backward is out()."""
+class Return(torch.autograd.Function):
+    """return_rows(); the backward is out()."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, scalar: Tensor | None, layout: NodesLayout,
@@ -109,7 +109,7 @@ class Home(torch.autograd.Function):
         ctx.has_scalar = scalar is not None
         if not is_validated:
             validate_backward(layout, validation.DISPATCH_BACKWARD, rows)
-        return home(layout, rows, scalar)
+        return return_rows(layout, rows, scalar)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:

@@ -6,7 +6,7 @@ import contextlib
 import torch
 
 from ... import _C
-from ...a2a.base import refuse_layer
+from ...a2a.base import propagate_layer_error
 from ...a2a.low_latency import LowLatencyAll2All
 from ...a2a.low_latency import LowLatencyHandle
 from ...comm.device import status_of, stream_of
@@ -370,9 +370,9 @@ class LowLatency:
             a2a = self._low_latency.get(key)
             with contextlib.suppress(Exception):
                 if a2a is None:  # the others create it
-                    refuse_layer(self.world, None, error)
+                    propagate_layer_error(self.world, None, error)
                     break
-                _C.layer_refuse(a2a._c, buffer, op, status_of(error), stream_of(self.device))
+                _C.layer_propagate_error(a2a._c, buffer, op, status_of(error), stream_of(self.device))
         raise error
 
 

@@ -58,4 +58,4 @@ class Notices:
 
     def refuse(self, error):
         """Tell the other ranks that this one cannot take part in an exchange, then raise the error."""
-        self.layer._refuse(_C.OP_DISPATCH, error, 0)
+        self.layer._propagate(_C.OP_DISPATCH, error, 0)

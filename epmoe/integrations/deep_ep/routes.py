@@ -12,10 +12,10 @@ import torch
 
 from ... import _C
 from ...a2a.layer import EPAll2AllLayer
-from ...a2a.base import refuse_layer
+from ...a2a.base import propagate_layer_error
 from ...a2a.layout import EPLayout
 from ...comm.device import status_of, stream_of
-from ...comm.refusals import reporting
+from ...comm.error_propagation import reporting
 from ...gemm.grouped import aligned
 
 
@@ -56,9 +56,9 @@ class Routes:
             layer = self.planner if key is None else self._layers.get(key)
             with contextlib.suppress(Exception):
                 if layer is None:  # the others create it
-                    refuse_layer(self.world, None, error)
+                    propagate_layer_error(self.world, None, error)
                     break
-                _C.layer_refuse(layer._c, 0, op, status_of(error), stream_of(self.device))
+                _C.layer_propagate_error(layer._c, 0, op, status_of(error), stream_of(self.device))
         raise error
 
     def finalize(self):

@@ -1,5 +1,5 @@
-/* test_refusals.c - calls that fail on one rank or differ between ranks, ranks that are missing, leave or
- * abort, and the calls after such an event. */
+/* test_error_propagation.c - calls that fail on one rank or differ between ranks, ranks that are missing,
+ * leave or abort, and the calls after such an event. */
 #include "harness.h"
 #include "protocol/layout.h"
 #include "runtime/world.h"
@@ -88,7 +88,7 @@ static bool bad_scatter_body(Rank *me, void *arg) {
     EpTensor s = tensor2(scatter, EP_I32, T + (me->rank == 1), K);
     /* The length of the scatter tensor of rank 1 matches neither its own number of tokens nor that of all
      * ranks. */
-    const EpPlanArgs args = {&index, &s, &plan, false};
+    const EpPlanArgs args = {&index, &s, &plan};
     CHECK_CODE(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &args, NULL));
     CHECK(me, strstr(ep_error_text(), "rank 1"));
     s = tensor2(scatter, EP_I32, T, K);
@@ -133,11 +133,12 @@ static bool wrong_argument_body(Rank *me, void *arg) {
     if (wrong) st.recv_words++;
     CHECK_CODE(me, 0, call_combine(&st));
     TRY(check_combine(&st));
-    for (uint32_t op = EP_OP_PLAN; op <= EP_OP_BARRIER; op++) { /* Rank 1 refuses instead of calling op. */
-        if (wrong) CHECK_CODE(me, 0, ep_layer_refuse(me->layer, 0, op, EP_ETYPE, NULL));
+    for (uint32_t op = EP_OP_PLAN; op <= EP_OP_BARRIER;
+         op++) { /* Rank 1 propagates an error instead of calling op. */
+        if (wrong) CHECK_CODE(me, 0, ep_layer_propagate_error(me->layer, 0, op, EP_ETYPE, NULL));
         else CHECK_CODE(me, EP_EPEER, call_op(&st, op));
     }
-    CHECK_CODE(me, EP_EINVAL, ep_layer_refuse(me->layer, 0, EP_OP_PLAN, 0, NULL));
+    CHECK_CODE(me, EP_EINVAL, ep_layer_propagate_error(me->layer, 0, EP_OP_PLAN, 0, NULL));
     CHECK_CODE(me, EP_EINVAL, ep_layer_barrier(me->layer, 1, NULL));
     step_close(&st);
     return run_step(me, &cases[1], 0);
@@ -147,7 +148,7 @@ bool test_wrong_argument_on_one_rank(void) {
 }
 
 /* Combine refuses what a failed dispatch leaves, also if no rank sends more than one token to another. The
- * first rank that has received nothing refuses. */
+ * first rank that has received nothing propagates the error. */
 static bool failed_dispatch_body(Rank *me, void *arg) {
     Case c = *(const Case *)arg;
     Step st = step_open(me, &c, 0);
@@ -332,7 +333,7 @@ static bool rank_leaves_body(Rank *me, void *arg) {
 }
 bool test_rank_leaves(void) { return with_cases(rank_leaves_body, small_config(3), true, 1); }
 
-/* All-gathers over the sockets. In some of them, a rank passes another size, or it refuses. */
+/* All-gathers over the sockets. In some of them, a rank passes another size, or it propagates an error. */
 static bool all_gather_body(Rank *me, void *arg) {
     uint32_t mine[EP_ALL_GATHER_BYTES / 4] = {0}, all[4 * EP_ALL_GATHER_BYTES / 4];
     Rng rng = {test_seed};
@@ -344,7 +345,8 @@ static bool all_gather_body(Rank *me, void *arg) {
         if (how == 0)
             CHECK_CODE(me, EP_EMISMATCH,
                        ep_world_all_gather(me->world, mine, me->rank == odd_rank ? 8 : 12, all));
-        if (how == 1 && me->rank == odd_rank) CHECK_CODE(me, 0, ep_world_refuse(me->world, EP_EINVAL));
+        if (how == 1 && me->rank == odd_rank)
+            CHECK_CODE(me, 0, ep_world_propagate_error(me->world, EP_EINVAL));
         if (how == 1 && me->rank != odd_rank)
             CHECK_CODE(me, EP_EPEER, ep_world_all_gather(me->world, mine, 12, all));
         for (uint32_t j = 0; j < n; j++) mine[j] = i << 16 | me->rank << 8 | j;
@@ -352,7 +354,7 @@ static bool all_gather_body(Rank *me, void *arg) {
         for (uint32_t r = 0; r < 4; r++)
             for (uint32_t j = 0; j < n; j++) CHECK(me, all[r * n + j] == (i << 16 | r << 8 | j));
     }
-    CHECK_CODE(me, EP_EINVAL, ep_world_refuse(me->world, 1));
+    CHECK_CODE(me, EP_EINVAL, ep_world_propagate_error(me->world, 1));
     CHECK_CODE(me, 0, ep_world_check(me->world));
     return true;
 }

@@ -1,9 +1,9 @@
 """How an error of this rank reaches the other ranks, whatever raised it, and wherever in a call.
 
-A rank that raises before its operation begins would leave the others waiting.  So it refuses the operation
-that they are about to enter (CollectiveLayer._refuse), once: an exception of which they know is marked.  The
-module marks those of its operations, _refuse_now those that it reports.  So blocks that report may be nested,
-and an outer one finds what none of the inner ones has seen.
+A rank that raises before its operation begins would leave the others waiting.  So it propagates the error in
+the operation that they are about to enter (CollectiveLayer._propagate), once: an exception of which they know
+is marked.  The module marks those of its operations, _propagate_now those that it reports.  So blocks that
+report may be nested, and an outer one finds what none of the inner ones has seen.
 
 Each way into the module is inside of such a block: the implementations of the operators and the backwards
 (reporting), and what a method does after its plan (reported_after_plan).
@@ -22,14 +22,14 @@ from ..torch_modes import is_watched, is_wrapper
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def is_told(error: BaseException) -> bool:
+def is_reported(error: BaseException) -> bool:
     """Whether the other ranks know of an exception."""
-    return getattr(error, "_epmoe_told", False)
+    return getattr(error, "_epmoe_reported", False)
 
 
-def mark_told(error: Any) -> None:
-    """Note that the other ranks know of an exception.  The module does the same (EP_TOLD)."""
-    error._epmoe_told = True
+def mark_reported(error: Any) -> None:
+    """Note that the other ranks know of an exception.  The module does the same (EP_REPORTED)."""
+    error._epmoe_reported = True
 
 
 class reporting:
@@ -51,11 +51,11 @@ class reporting:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         # A tracer has another plan; then the other ranks wait for nothing.
-        if isinstance(error, Exception) and type(self.plan) is torch.Tensor and not is_told(error):
+        if isinstance(error, Exception) and type(self.plan) is torch.Tensor and not is_reported(error):
             try:
                 if self.awaits_plan:
                     self.layer._num_rows(self.plan, self.buffer)
-                self.layer._refuse(self.op, error, self.buffer)
+                self.layer._propagate(self.op, error, self.buffer)
             finally:
                 del error, trace
 
