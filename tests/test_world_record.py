@@ -356,8 +356,8 @@ def test_world_record_marks_rejected_call(ranks):
     lines = [next(line for line in page.splitlines() if line.split()[:1] == [str(rank)])
              for rank, page in enumerate(pages)]
     assert "plan #1 of layer 0 buffer 0" in lines[1], lines
-    assert ", refused here (ValueError): finished " in lines[1], lines
-    assert "refused" not in lines[0], lines
+    assert ", error here (ValueError): finished " in lines[1], lines
+    assert "error here" not in lines[0], lines
 
 
 def test_world_record_of_wrong_index_has_no_other_call(ranks):
