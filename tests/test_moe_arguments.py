@@ -21,6 +21,7 @@ CASES = {
     "weight tokens": (lambda x, i, w: (x, i, w[:3]), "ValueError", "x has 4 tokens, but topk_weights has 3"),
     "too many": (lambda *a: [torch.cat([t] * 3) for t in a], "ValueError", "x has 12 tokens: must be"),
     "index device": (lambda x, i, w: (x, i.to("meta"), w), "ValueError", "topk_idx: wanted a tensor on cpu"),
+    "weight negated": (lambda x, i, w: (x, i, torch._neg_view(w)), "ValueError", "is a negated"),
     "weight device": (lambda x, i, w: (x, i, w.to("meta")), "ValueError", "topk_weights: wanted a tensor on"),
 }
 # What the module says of them.

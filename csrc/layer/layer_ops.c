@@ -157,7 +157,7 @@ static uint32_t num_tokens_of(EpOpKind op, const EpOpParams *p) {
     case EP_OP_LL_COMBINE: return p->ll_combine.num_tokens;
     case EP_OP_NONE:
     case EP_OP_BARRIER:
-    case EP_NUM_OPS: break; /* an error in `prepare` */
+    case EP_NUM_OPS: break; /* `prepare` has returned an error */
     }
     return 0;
 }
@@ -178,7 +178,7 @@ static int launch(const EpLayer *l, EpOpKind op, const EpOpParams *p, void *stre
     case EP_OP_GEMM_COMBINE_FP8: return backend->gemm_combine_fp8(device, &p->gemm_combine_fp8, stream);
     case EP_OP_NONE:
     case EP_OP_BARRIER:
-    case EP_NUM_OPS: break; /* an error in `prepare` */
+    case EP_NUM_OPS: break; /* `prepare` has returned an error */
     }
     return ep_error(EP_EINVAL, "operation %u: must be an EpOpKind with arguments", op);
 }

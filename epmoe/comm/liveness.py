@@ -455,4 +455,4 @@ def _leave_all() -> None:
     for liveness in left:
         liveness.leave()
     if any(liveness.size > liveness._local_size for liveness in left):
-        time.sleep(2 * _LISTEN_S)  # the store may be in this process, and the others ask it who has left
+        time.sleep(2 * _LISTEN_S)  # this process may hold the store, which the other ranks ask for left/r

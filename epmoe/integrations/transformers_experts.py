@@ -13,6 +13,7 @@ import torch
 from .. import _C
 from ..a2a.fused import EpAll2AllFusedOp, fuses
 from ..a2a.base import propagate_layer_error, together, world_of
+from ..comm.error_propagation import check_plain
 from ..comm.world import thread_worlds
 from ..gemm.activations import GptOss, SwiGLU, activate
 from ..gemm.grouped import grouped_gemm
@@ -218,6 +219,9 @@ def compute(experts, layer, x, idx, weight):
         has_norm = has_post_norm(experts)
         weights = up, up_bias, down, down_bias
         x = join_backward(x, weight, *weights)
+        for name, t in (("hidden_states", x), ("top_k_index", idx), ("top_k_weights", weight)):
+            if type(t) is not torch.Tensor:
+                check_plain(name, t)
         watched = is_watched()
         takes = (activation is not None and not has_norm
                  and experts_ops.takes(layer, x, weight, weights, watched))
