@@ -230,6 +230,9 @@ static inline uint32_t ep_layer_num_copies(const EpLayerConfig *c) {
 bool ep_layer_has_many_rows(const EpShape *shape);
 /* Whether calls without gradients take a low-latency layer of the same shape: */
 bool ep_layer_decodes(const EpLayerConfig *config);
+/* The rows for which a training step makes room without knowing M, so that the host need not wait for the
+ * plan: the capacity, where so many rows take little memory. Else 0. */
+uint32_t ep_layer_unread_rows(const EpShape *shape);
 /* Whether a product with weights [L][n][k] shares a launch with the communication beside it. has_kernels: the
  * device has the fused kernels for the dtype of the weights. */
 typedef struct {

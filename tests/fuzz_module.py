@@ -190,7 +190,7 @@ SIGNATURES = {
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
     "heap_handle": "H", "worlds_settle": "",
     "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L",
-    "layer_has_many_rows": "config", "layer_decodes": "config",
+    "layer_has_many_rows": "config", "layer_decodes": "config", "layer_unread_rows": "config",
     "layer_fuses": "config flag n n n flag flag flag",
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",

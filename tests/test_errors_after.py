@@ -53,7 +53,12 @@ def test_errors_keep_no_variables_of_callers(ranks):
         moe = epmoe.EPMoE(CASE.hidden, 16, layer.num_experts, CASE.topk, layer=layer, dtype=CASE.dtype)
         x, idx = device_inputs(CASE, world, device)
         wrong, weight = x.double() if world.rank == 0 else x, torch.ones(idx.shape, device=device)
-        found = [handled(layer.dispatch, wrong, idx), handled(moe, wrong, idx, weight)]
+
+        def experts():
+            moe(wrong, idx, weight)
+            layer.synchronize()  # on a GPU the error may come only here
+
+        found = [handled(layer.dispatch, wrong, idx), handled(experts)]
         planned = layer.preprocess(idx)
 
         def dispatch():

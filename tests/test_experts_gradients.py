@@ -16,6 +16,7 @@ import epmoe
 import soak_train
 from cases import MODES, check_outcomes, keep, outcome, same_bits
 from epmoe import _C
+from epmoe.a2a.base import NO_CONFIG
 from epmoe.gemm.grouped import as_kernel
 from epmoe.moe import experts as experts_ops
 from experts_cases import NAMES, gradients, make_moe, step, works_after
@@ -144,6 +145,48 @@ def test_experts_gradients_with_checkpointing(ranks):
     check_gradients(ranks(run, world_size=2), case)
 
 
+def test_experts_make_room_for_all_rows_of_few_tokens():
+    few = NO_CONFIG._replace(capacity=4096, hidden=2048, dtype=_C.BF16)  # 16 MiB
+    assert _C.layer_unread_rows(few) == 4096
+    for more in ({"capacity": 4097}, {"hidden": 2056}, {"dtype": _C.F32}, {"hidden": 1 << 20}):
+        assert _C.layer_unread_rows(few._replace(**more)) == 0
+
+
+@pytest.mark.parametrize("host_counts", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_experts_do_not_read_the_number_of_few_rows(ranks, fused, host_counts):
+    """Room for all rows that can come gives the bits of room for those that come. A wrong index is an error
+    on all ranks, and the next step is right."""
+    case = dataclasses.replace(Experts(activation="relu2"), max_tokens=20)
+
+    def run(world, device):
+        t = tensors(case, world.rank, world.size, device)
+        moe = make_moe(world, device, case, t, fused=fused, host_counts=host_counts)
+        unread, found, known, wrong = moe.layer._unread_rows, [], [], t.idx.clone()
+        wrong[:1] = -2
+        for rows in (0, unread):
+            moe.layer._unread_rows = rows
+            found.append(step(moe, t, LEAVES))
+            layout = moe.last_layout
+            known.append((layout._num_rows is None, layout.num_rows, layout.tokens_per_expert_list))
+
+        failed = outcome(lambda: moe(t.x.requires_grad_(), wrong if world.rank == 0 else t.idx, t.weight),
+                         moe.layer)
+        found.append(step(moe, t, LEAVES))
+        moe.layer.synchronize()
+        moe.finalize()
+        return found, known, unread == world.size * 20 * case.topk, failed
+
+    results = ranks(run, world_size=2)
+    for found, known, unread, _ in results:
+        assert unread and known[0][1:] == known[1][1:]
+        assert [k[0] for k in known] == [False, not host_counts]
+        for later in found[1:]:
+            for name, value in found[0].items():
+                same_bits(later[name], value, name)
+    check_outcomes([r[3] for r in results], "EpIndexError", "-2")
+
+
 def test_experts_save_only_rows_and_gate_up(ranks):
     """Between forward and backward, only the received rows, gate and up, and small tensors are kept."""
     case = dataclasses.replace(Experts(hidden=256, inner=128, bias=False), max_tokens=64)
@@ -151,6 +194,7 @@ def test_experts_save_only_rows_and_gate_up(ranks):
     def run(world, device):
         t = tensors(case, world.rank, world.size, device)
         moe = make_moe(world, device, case, t)
+        moe.layer._unread_rows = 0  # as if the rows were too many to make room for all that can come
         kept = {}
         parameters = {p.untyped_storage().data_ptr() for p in moe.parameters()}
 

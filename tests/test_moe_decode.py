@@ -167,6 +167,7 @@ def test_moe_decode_leaves_buffers_to_others(ranks, size):
     """A world has 256 communication buffers.  The path takes none of the last, on any rank."""
 
     def run(world, device):
+        size = world.size  # under torchrun, its number
         small = dict(hidden=16, inner=16, num_experts=2 * size, topk=1, ep_group=world, max_tokens=4,
                      dtype=torch.float32, device=device)
         fill = [epmoe.EPAll2AllLayer(world, 1, 16, 1, num_tot_experts=size, num_buffers=16, device=device)
@@ -197,7 +198,7 @@ def test_moe_decode_begins_beside_another_call(ranks, size, other):
         moe = make(world, device)
         calls = {"exchange": lambda: world.exchange(b"mine"),
                  "heap": lambda: epmoe.SymmetricHeap(world, 64, device),
-                 "layer": lambda: epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=size, device=device)}
+                 "layer": lambda: epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=world.size, device=device)}
         with torch.no_grad():
             args = inputs(moe, 3, num_tokens=4)
             got = outcome(lambda: moe(*args) if world.rank else calls[other]())

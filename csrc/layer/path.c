@@ -1,5 +1,5 @@
-/* path.c - which path the calls of a layer take. Exports ep_layer_has_many_rows, ep_layer_decodes and
- * ep_layer_fuses; epmoe.h says what they answer.
+/* path.c - which path the calls of a layer take. Exports ep_layer_has_many_rows, ep_layer_decodes,
+ * ep_layer_unread_rows and ep_layer_fuses; epmoe.h says what they answer.
  *
  * Invariant: the answers depend on the configuration and on the sizes of the weights, which all ranks have
  * alike, so all ranks take the same path. The limits are measured: docs/experiments has them by their
@@ -12,6 +12,8 @@
 enum { FEW_ROWS = 24 };
 /* A low-latency layer has a slab for each expert and rank, whose memory grows with the number of tokens. */
 enum { MOST_DECODED_TOKENS = 512 };
+/* With so few bytes of rows, memory for the most rows that can come costs less than a wait of the host. */
+enum { MOST_UNREAD_BYTES = 16 << 20 };
 /* A product in FP8 of few columns ends before the warps beside it have moved the tokens. With few tokens the
  * launches count (E-119). */
 enum { MANY_FP8_COLUMNS = 4096, FEW_FP8_TOKENS = 1024 };
@@ -27,6 +29,11 @@ bool ep_layer_decodes(const EpLayerConfig *c) {
     return c->fused != EP_FUSED_ALWAYS && c->shape.combine_mode == EP_COMBINE_LOCAL &&
            c->shape.max_tokens / ep_layer_num_copies(c) <= MOST_DECODED_TOKENS &&
            !ep_layer_has_many_rows(&c->shape);
+}
+
+uint32_t ep_layer_unread_rows(const EpShape *s) {
+    const uint64_t row_bytes = (uint64_t)s->hidden * ep_dtype_bytes(s->dtype);
+    return s->capacity * row_bytes <= MOST_UNREAD_BYTES ? s->capacity : 0;
 }
 
 static bool is_best(const EpLayerConfig *c, const EpProduct *p) {

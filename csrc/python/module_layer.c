@@ -135,6 +135,14 @@ FAST(layer_decodes) {
     return PyBool_FromLong(ep_layer_decodes(&c));
 }
 
+/* (config): the rows for which a training step makes room without knowing M, or 0 */
+FAST(layer_unread_rows) {
+    EpLayerConfig c;
+    WANT(1);
+    if (!get_config(args[0], &c)) return NULL;
+    return PyLong_FromUnsignedLong(ep_layer_unread_rows(&c.shape));
+}
+
 /* (config, has_kernels, n, k, columns, is_fp8, trains, has_split_gates): see ep_layer_fuses */
 FAST(layer_fuses) {
     EpLayerConfig c;
@@ -411,6 +419,7 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(layer_create),
                                   METHOD(layer_has_many_rows),
                                   METHOD(layer_decodes),
+                                  METHOD(layer_unread_rows),
                                   METHOD(layer_fuses),
                                   METHOD(layer_close),
                                   METHOD(plan_layout),

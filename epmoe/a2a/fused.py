@@ -17,7 +17,8 @@ from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, Kernel, add_bias, aligned
                             grouped_gemm, is_transposed)
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import check_mode, is_watched, requires_grad
-from .base import NO_CONFIG, Config, Group, cast
+from . import ops
+from .base import NO_CONFIG, Group, cast
 from .layer import EPAll2AllLayer, Outputs
 from .layout import EPLayout, Layout
 
@@ -46,10 +47,15 @@ def fuses(max_tokens: int, topk: int, num_experts: int, world_size: int) -> bool
                                                      max_tokens=max_tokens))
 
 
-def _shares_launch(config: Config, has_kernels: bool, n: int, k: int, columns: int = 0, is_fp8: bool = False,
-                   trains: bool = False, has_split_gates: bool = False) -> bool:
-    """Whether a product with weights [L, n, k] shares a launch with communication: see csrc/layer/path.c."""
-    return _C.layer_fuses(config, has_kernels, n, k, columns, is_fp8, trains, has_split_gates)
+def _shares_launch(layer_id: str, n: int, k: int, columns: int = 0, is_fp8: bool = False,
+                   has_split_gates: bool = False) -> bool:
+    """Whether a product with weights [L, n, k] shares a launch with communication: see csrc/layer/path.c.
+
+    layer_id: a compiler makes symbols of the numbers in a layer's configuration, and a constant of its name.
+    """
+    layer: EpAll2AllFusedOp = ops.layer_of(layer_id)
+    has_kernels = layer._has_fused_fp8 if is_fp8 else layer._has_fused
+    return _C.layer_fuses(layer._config, has_kernels, n, k, columns, is_fp8, False, has_split_gates)
 
 
 setattr(_shares_launch, "_dynamo_marked_constant", True)  # a compiler calls it, and does not trace it
@@ -405,7 +411,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     def _is_fused(self, gemm_weight: Tensor) -> bool:
         """Whether a product with these weights [L, N, K] shares a launch with the communication beside it."""
         n, k = map(operator.index, gemm_weight.shape[1:])  # to a compiler, sizes may be symbols
-        return not is_transposed(gemm_weight) and _shares_launch(self._config, self._has_fused, n, k)
+        return not is_transposed(gemm_weight) and _shares_launch(self.id, n, k)
 
     def _is_fused_fp8(self, gemm_weight: Tensor, activation: Activation | None = None,
                       is_first: bool = True) -> bool:
@@ -413,8 +419,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         n, k = map(operator.index, gemm_weight.shape[1:])
         number = as_kernel(activation)[0]
         has_split_gates = number in GATED and number != as_kernel("gpt_oss")[0]
-        return _shares_launch(self._config, self._has_fused_fp8, n, k, n if is_first else 0, True, False,
-                              has_split_gates)
+        return _shares_launch(self.id, n, k, n if is_first else 0, True, has_split_gates)
 
     # ---- checks ----
 

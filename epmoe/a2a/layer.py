@@ -11,7 +11,9 @@ the number of tokens has a room of its own (_size_hints).
 
 A training step keeps its outputs until the backward, so there the room must fit.  Calls that have weights
 (those of EPMoE in 16 bits) have rooms of their own for each address of the weights.  Outputs with much more
-room than rows are not used: the host then allocates when it knows the number.
+room than rows are not used: the host then allocates when it knows the number.  Where few rows can come at
+all (ep_layer_unread_rows), a training step of EPMoE makes room for all of them.  The host then waits for
+nothing, and later calls and layer.synchronize() raise the errors of the plan.
 """
 
 from __future__ import annotations
@@ -245,6 +247,7 @@ class EPAll2AllLayer(CollectiveLayer):
         self._create(world, heap, num_bytes)
         self._recv_words = self.world_size * self.max_tokens * (1 + self.topk)
         self._plan_front = _C.plan_layout(self._config, 0)
+        self._unread_rows = _C.layer_unread_rows(self._config)  # room of a training step of EPMoE, or 0
         # The name of a layer in torch.ops.epmoe.*.  It has all that sizes depend on: a compiler that caches
         # graphs must not take another layer's.
         self.id = f"{next(_ids)} {tuple(self._config)}"

@@ -113,6 +113,10 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
 def _run_as_operators(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor,
                       parameters: Weights, activation: Activation) -> tuple[Tensor, EPLayout]:
     layout, weight, num_rows = layer._prepare(_C.OP_PLAN, tokens, topk_idx, topk_weights, None, None, 0)
+    if num_rows < 0 and layer._unread_rows:
+        y, _, layout.recv = _run_planned(layer, layout, tokens, weight, parameters, layer._unread_rows,
+                                         activation)
+        return y, layout
     y, rows, recv = _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation)
     layer._set_dispatched(layout, rows, recv)
     return y, layout
@@ -141,7 +145,8 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: 
              saves: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Run the experts.  Returns (y, rows, h, row_weight, recv).
 
-    topk_idx: None if the plan is made already.  num_rows: -1 if only the plan has it.  saves: for a backward.
+    topk_idx: None if the plan is made already.  num_rows: for how many rows to make room; they are as many as
+    come, or more.  -1: as many as come, a number that only the plan has.  saves: for a backward.
     Outputs are allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
@@ -188,11 +193,11 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: 
         if is_launched:
             break
         hint, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
-    found = found if awaits_rows else n
-    if layer.capacity is None:
-        layout._num_rows = found
-        if layer.host_counts:  # the host waits for nothing: it knows the plan's number of rows already
-            layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
+    if layer.host_counts:
+        layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
+        layout._num_rows = sum(layout._expert_rows)
+    if known is None:
+        layout._num_rows = found = found if awaits_rows else n
         if h is not None and found < n:
             for t in rows, row_weight, h:
                 t.resize_(found, *t.shape[1:])
@@ -260,8 +265,8 @@ class _Experts(torch.autograd.Function):
                 down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, topk_idx: Tensor,
                 layout: EPLayout, kernel: Kernel) -> Tensor:
         parameters = gate_up, gate_up_bias, down, down_bias
-        y, rows, h, row_weight, recv = _forward(layer, x, topk_idx, weight, layout, parameters, kernel, -1,
-                                                True)
+        y, rows, h, row_weight, recv = _forward(layer, x, topk_idx, weight, layout, parameters, kernel,
+                                                layer._unread_rows or -1, True)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
         ctx.save_for_backward(layout.plan, *parameters, rows, h, row_weight, recv)
