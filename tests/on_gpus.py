@@ -99,8 +99,9 @@ def tests(sizes, num_gpus):
             at = next(first) if n < num_gpus else 0
             gpus = ",".join(str((at + i) % num_gpus) for i in range(num_gpus))
             # A rank counts only the ranks of its node, so under MPS the kernels of two nodes would not fit.
-            yield Step(f"tests-{n}-{part}", torchrun(n, "-m", "pytest", "-q", "-rsfE", "--tb=short", *files(part)), LONGEST_S,
-                       "passed", {} if are_chosen else {"CUDA_VISIBLE_DEVICES": gpus},
+            command = torchrun(n, "-m", "pytest", "-q", "-rsfE", "--tb=short", *files(part))
+            yield Step(f"tests-{n}-{part}", command, LONGEST_S, "passed",
+                       {} if are_chosen else {"CUDA_VISIBLE_DEVICES": gpus},
                        mps=has_mps and n > 1 and part != "nodes", alone=is_shared and not has_mps)
 
 

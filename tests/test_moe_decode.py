@@ -198,7 +198,8 @@ def test_moe_decode_begins_beside_another_call(ranks, size, other):
         moe = make(world, device)
         calls = {"exchange": lambda: world.exchange(b"mine"),
                  "heap": lambda: epmoe.SymmetricHeap(world, 64, device),
-                 "layer": lambda: epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=world.size, device=device)}
+                 "layer": lambda: epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=world.size,
+                                                       device=device)}
         with torch.no_grad():
             args = inputs(moe, 3, num_tokens=4)
             got = outcome(lambda: moe(*args) if world.rank else calls[other]())
