@@ -12,7 +12,7 @@ It needs SGLang 0.5.23.
 import inspect
 import logging
 
-from .sglang_parts import (LowLatency, MaskedResults, MaskedRows, Mode, Normal, NormalResults, NormalRows,
+from .sglang_transport import (LowLatency, MaskedResults, MaskedRows, Mode, Normal, NormalResults, NormalRows,
                            deepep, moe)
 
 try:

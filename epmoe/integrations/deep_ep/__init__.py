@@ -11,7 +11,7 @@ import torch
 from .buffer import Buffer
 from .config import Config
 from .elastic import ElasticBuffer
-from .elastic_parts import EPHandle
+from .elastic_handle import EPHandle
 from .utils import EventHandle, EventOverlap
 
 __all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t"]

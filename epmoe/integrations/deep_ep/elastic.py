@@ -6,11 +6,37 @@ from ... import _C
 from ...comm.device import pick_device
 from ...comm.world import World
 from ...torch_modes import check_mode
-from .elastic_parts import EPHandle, Unavailable, row_scales
+from .elastic_handle import EPHandle
 from .notices import Notices
 from .rows import biases_of, check_rows, check_scales, check_tensor, check_topk_idx, rows_key
 from .settings import ElasticSettings
 from .utils import EventOverlap, Streams
+
+
+class Unavailable:
+    """The methods of ElasticBuffer that have nothing to do with experts."""
+
+    @staticmethod
+    def _refuse(*args, **kwargs):
+        """Not available.
+
+        Args:
+            *args: Not read.
+            **kwargs: Not read.
+
+        Raises:
+            NotImplementedError: Always.
+
+        Examples:
+            See docs/deep_ep.md.
+        """
+        raise NotImplementedError("epmoe has no Engram storage, no pipeline send and receive, and no "
+                                  "all-gather sessions: use DeepEP or torch.distributed for them")
+
+    engram_write = engram_fetch = pp_set_config = pp_send = pp_recv = all_gather = _refuse
+    create_agrs_session = destroy_agrs_session = agrs_new_session = agrs_set_config = _refuse
+    agrs_get_inplace_tensor = get_engram_storage_size_hint = get_pp_buffer_size_hint = _refuse
+    get_agrs_num_max_session_bytes = get_agrs_buffer_size_hint = _refuse
 
 
 class ElasticBuffer(ElasticSettings, Unavailable):
@@ -306,3 +332,12 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             raise ValueError(f"num_experts {num_experts}: must be a multiple of {self.num_ranks} ranks")
         if len(x) > most:
             raise ValueError(f"x has {len(x)} tokens: must be at most num_max_tokens_per_rank, {most}")
+
+
+def row_scales(scales, column_major):
+    """Return received scales [M, S], or as columns that begin at multiples of 16 bytes."""
+    if scales is None or not column_major:
+        return scales
+    n, width = scales.shape
+    out = torch.empty_strided((n, width), (1, -(-n // 4) * 4), dtype=scales.dtype, device=scales.device)
+    return out.copy_(scales)

@@ -1,4 +1,4 @@
-"""The two modes of epmoe.integrations.sglang's dispatcher, normal and low latency."""
+"""How epmoe.integrations.sglang moves tokens: in the mode normal, and in low latency."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What ElasticBuffer is made of: its handles, and what is not available."""
+"""EPHandle, which ElasticBuffer.dispatch returns and combine takes."""
 
 import torch
 
@@ -142,38 +142,3 @@ class EPHandle:
         records = records[source, slot.clamp(max=records.shape[1] - 1).long()]
         places = torch.where((i < ends[-1])[:, None], records[:, 1:], -1)
         self._set_metadata(records[:, 0], places >= 0, places)
-
-
-def row_scales(scales, column_major):
-    """Return received scales [M, S], or as columns that begin at multiples of 16 bytes."""
-    if scales is None or not column_major:
-        return scales
-    n, width = scales.shape
-    out = torch.empty_strided((n, width), (1, -(-n // 4) * 4), dtype=scales.dtype, device=scales.device)
-    return out.copy_(scales)
-
-
-class Unavailable:
-    """The methods of ElasticBuffer that have nothing to do with experts."""
-
-    @staticmethod
-    def _refuse(*args, **kwargs):
-        """Not available.
-
-        Args:
-            *args: Not read.
-            **kwargs: Not read.
-
-        Raises:
-            NotImplementedError: Always.
-
-        Examples:
-            See docs/deep_ep.md.
-        """
-        raise NotImplementedError("epmoe has no Engram storage, no pipeline send and receive, and no "
-                                  "all-gather sessions: use DeepEP or torch.distributed for them")
-
-    engram_write = engram_fetch = pp_set_config = pp_send = pp_recv = all_gather = _refuse
-    create_agrs_session = destroy_agrs_session = agrs_new_session = agrs_set_config = _refuse
-    agrs_get_inplace_tensor = get_engram_storage_size_hint = get_pp_buffer_size_hint = _refuse
-    get_agrs_num_max_session_bytes = get_agrs_buffer_size_hint = _refuse
