@@ -53,19 +53,20 @@ def run_fused(world, device, options):
     """Both megakernels once; the result must equal that of the separate stages in every bit."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     generator = torch.Generator().manual_seed(7 + world.rank)
-    with epmoe.EpAll2AllFusedOp(world, max_tokens=40, hidden=144, topk=3, num_tot_experts=3 * world.size,
-                                device=device, reserve_sms=num_sms // world.size - NUM_CTAS,
-                                **options) as op, torch.no_grad():
+    sizes = dict(max_tokens=40, hidden=144, topk=3, num_tot_experts=3 * world.size, device=device,
+                 reserve_sms=num_sms // world.size - NUM_CTAS, **options)
+    with (epmoe.EpAll2AllFusedOp(world, fused=False, **sizes) as plain,
+          epmoe.EpAll2AllFusedOp(world, fused=True, **sizes) as op, torch.no_grad()):
         gate_up = torch.randn(3, 96, op.hidden, generator=generator).to(device, op.dtype)
         down = torch.randn(3, op.hidden, 48, generator=generator).to(device, op.dtype)
         x, idx, weight = inputs_of(op, "sentinels", world.rank, generator)
         results = []
-        for op.fused in (False, True):
-            assert op._is_fused(gate_up) == op.fused, "there is no megakernel for this GPU"
-            rows, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=gate_up,
-                                                                   activation="swiglu")
-            results.append(op.mega_group_gemm_combine(rows, down, layout, row_weight))
-        op.synchronize()
+        for layer in (plain, op):
+            assert layer._is_fused(gate_up) == layer.fused, "there is no megakernel for this GPU"
+            rows, row_weight, layout = layer.mega_dispatch_group_gemm(
+                x, idx, weight=weight, gemm_weight=gate_up, activation="swiglu")
+            results.append(layer.mega_group_gemm_combine(rows, down, layout, row_weight))
+            layer.synchronize()
         assert torch.equal(*(y.view(torch.int16) for y in results)), f"{options}: wrong on rank {world.rank}"
 
 
@@ -78,19 +79,20 @@ def fp8(world, device):
     """Experts in FP8, with the two megakernels, and with the separate stages."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     generator = torch.Generator().manual_seed(9 + world.rank)
-    with epmoe.EpAll2AllFusedOp(world, max_tokens=40, hidden=144, topk=3, num_tot_experts=3 * world.size,
-                                device=device, reserve_sms=num_sms // world.size - NUM_CTAS) as op, \
-            torch.no_grad():
+    sizes = dict(max_tokens=40, hidden=144, topk=3, num_tot_experts=3 * world.size, device=device,
+                 reserve_sms=num_sms // world.size - NUM_CTAS)
+    with (epmoe.EpAll2AllFusedOp(world, fused=True, **sizes) as op,
+          epmoe.EpAll2AllFusedOp(world, fused=False, **sizes) as plain, torch.no_grad()):
         gate_up = torch.randn(3, 128, op.hidden, generator=generator).to(device, op.dtype)
         down = torch.randn(3, op.hidden, 64, generator=generator).to(device, op.dtype)
         (gate_up, gate_up_scale), (down, down_scale) = map(epmoe.quantize_fp8_weight, (gate_up, down))
         x, idx, weight = inputs_of(op, "sentinels", world.rank, generator)
         results = []
-        for op.fused in (True, False):
-            h, row_weight, layout = op.mega_dispatch_group_gemm(
+        for layer in (op, plain):
+            h, row_weight, layout = layer.mega_dispatch_group_gemm(
                 x, idx, weight=weight, gemm_weight=gate_up, gemm_scale=gate_up_scale, activation="swiglu")
-            results.append(op.mega_group_gemm_combine(h, down, layout, row_weight, gemm_scale=down_scale))
-        op.synchronize()
+            results.append(layer.mega_group_gemm_combine(h, down, layout, row_weight, gemm_scale=down_scale))
+            layer.synchronize()
         assert torch.equal(*(y.view(torch.int16) for y in results)), f"wrong on rank {world.rank}"
 
 

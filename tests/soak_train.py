@@ -23,13 +23,15 @@ def run_batch(world, device, seed, number, num_steps, graph):
     g = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1)
     r = random.Random(f"{seed} {number} {world.rank} train")
     activation, bias = activation or "silu", number % 3 == 0
-    with epmoe.EpAll2AllFusedOp(world, device=device, **options) as op:
-        moe = epmoe.EPMoE(op.hidden, inner, op.num_experts, op.topk, activation=activation, dtype=op.dtype,
-                          layer=op, bias=bias)
+    with (epmoe.EpAll2AllFusedOp(world, device=device, fused=False, **options) as plain,
+          epmoe.EpAll2AllFusedOp(world, device=device, fused=True, **options) as op):
+        stages, moe = (epmoe.EPMoE(op.hidden, inner, op.num_experts, op.topk, activation=activation,
+                                   dtype=op.dtype, layer=layer, bias=bias) for layer in (plain, op))
+        stages.load_state_dict(moe.state_dict())
         inputs = [inputs_of(op, pattern, world.rank, g) for pattern in patterns]
         dys = [torch.randn(x.shape, generator=g).to(x) for x, _, _ in inputs]
 
-        def step(i):
+        def step(i, moe=moe):
             """[y, dx, dw, the gradients of the parameters] as bits."""
             x, idx, weight = inputs[i]
             leaves = [t.detach().requires_grad_() for t in (x, weight)]
@@ -39,10 +41,8 @@ def run_batch(world, device, seed, number, num_steps, graph):
                 grads = torch.autograd.grad(y, [*leaves, *moe.parameters()], dys[i])
             return [t.detach().view(torch.int16) for t in (y, *grads)]
 
-        op.fused = False
-        wanted = [step(i) for i in range(4)]
-        op.synchronize()
-        op.fused = True
+        wanted = [step(i, stages) for i in range(4)]
+        plain.synchronize()
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         for n in range(num_steps):
             delay_sometimes(r, device)

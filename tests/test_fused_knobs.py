@@ -57,6 +57,8 @@ def test_fused_default_depends_on_shape(ranks):
         ops = [make_op(world, device, case, fused=fused)
                for case, fused in ((CASE, None), (many, None), (many, False), (CASE, True))]
         chosen = [op.fused for op in ops]
+        with pytest.raises(AttributeError):
+            ops[0].fused = True  # the layers of the other ranks would not know of it
         for op in ops:
             op.finalize()
         return chosen

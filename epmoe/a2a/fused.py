@@ -158,7 +158,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                  reserve_sms: int = 0, heap: SymmetricHeap | None = None,
                  device: torch.device | str | None = None, timeout_s: float | None = None,
                  rail_dtype: torch.dtype | None = None, rail_capacity: int | None = None) -> None:
-        self.fused = fused
+        self._fused = fused
         self.token_saving = token_saving  # _check_options, whose errors reach all ranks, makes a bool of each
         self.token_sorting = token_sorting
         self.block_wise_barrier = block_wise_barrier
@@ -383,7 +383,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     # ---- options, and which way a call takes ----
 
     def _check_options(self) -> None:
-        self.fused = None if self.fused is None else bool(self.fused)
+        self._fused = None if self._fused is None else bool(self._fused)
         for name in ("token_saving", "token_sorting", "block_wise_barrier"):
             setattr(self, name, bool(getattr(self, name)))
         if self.combine_order not in ("fuse_scatter", "serial"):
@@ -399,14 +399,19 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         most = self._num_blocks
         num_sm, num_tail, num_reduce = self._requested_sms
         self._fused_config = {
-            "fused": _FUSED[self.fused],
+            "fused": _FUSED[self._fused],
             "num_move": most if num_sm is None else min(integer("num_sm", num_sm), most),
             "num_tail_sms": integer("num_tail_sms", num_tail),
             "num_reduce_sms": most if num_reduce is None else integer("num_reduce_sms", num_reduce),
             "waits_for_expert": not self.block_wise_barrier, "is_serial": self.combine_order == "serial",
             "token_sorting": self.token_sorting}
-        if self.fused is None:
-            self.fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
+        if self._fused is None:
+            self._fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the fused kernels run, where they exist: as passed, or what None has chosen."""
+        return bool(self._fused)
 
     def _is_fused(self, gemm_weight: Tensor) -> bool:
         """Whether a product with these weights [L, N, K] shares a launch with the communication beside it."""

@@ -504,8 +504,13 @@ class InternodeFusedOp(InternodeLayer, EpAll2AllFusedOp):
     def _take(self, max_tokens: int, num_experts: int) -> None:
         super()._take(max_tokens, num_experts)
         team = self.team_layer
-        self.fused, self.token_saving, self.token_sorting = team.fused, team.token_saving, team.token_sorting
+        self.token_saving, self.token_sorting = team.token_saving, team.token_sorting
         self.block_wise_barrier, self.combine_order = team.block_wise_barrier, team.combine_order
+
+    @property
+    def fused(self) -> bool:
+        """As that of the layer of this node."""
+        return self.team_layer.fused
 
     def _check_weights(self, name: str, leaves: tuple[Tensor | None, ...], rows: int | None,
                        columns: int | None,
