@@ -346,6 +346,9 @@ typedef struct {
     /* offsets: i32 [L + 1], on the device. out of WGRAD may be f32: alpha times the result is added to it. */
     const EpTensor *a, *b, *offsets, *out;
     const EpTensor *bias, *row_weight; /* NULL, or [L][N] of out's dtype and f32 [M] */
+    /* NULL; or in a FORWARD of 16 bits with an activation, without row_weight: [M][N], the product with its
+     * bias, before the activation. */
+    const EpTensor *saved;
     /* NULL; or the GEMM is of FP8: a and b are u8, the bytes of e4m3 numbers, and these are their scales: f32
      * [M][K / 128] and [L][N / 128][K / 128], rounded up, of any strides. */
     const EpTensor *a_scale, *b_scale;
@@ -359,11 +362,11 @@ int ep_grouped_gemm(const EpGemm *gemm, void *stream);
  * captured, and for a stream that came after 256 others of its device. */
 int ep_gemm_has_counter(int device, void *stream, bool *has);
 
-/* ---- an activation and its gradient: local to a rank, CPU and CUDA ---- */
+/* ---- the gradient of an activation: local to a rank, CPU and CUDA ---- */
 
 /* See protocol/activation.h. h [M][I], or [M][2 I] for a gated activation, and d [M][I], of bf16 or f16;
  * offsets i32 [L + 1]; row_weight f32 [M] or NULL. Outputs: d_h as h, weighted as d, which may be d, dots f32
- * [M]. Without d, d_h and dots (NULL) only `weighted` is computed. On CUDA, I is a multiple of 8. */
+ * [M]. On CUDA, I is a multiple of 8. */
 typedef struct {
     uint32_t activation;
     double alpha, limit;

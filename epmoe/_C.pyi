@@ -428,12 +428,12 @@ def activation(
     alpha: float,
     limit: float,
     h: Tensor,
-    d: Tensor | None,
+    d: Tensor,
     offsets: Tensor,
     row_weight: Tensor | None,
-    d_h: Tensor | None,
+    d_h: Tensor,
     weighted: Tensor,
-    dots: Tensor | None,
+    dots: Tensor,
     /,
 ) -> None: ...
 

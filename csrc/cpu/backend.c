@@ -324,26 +324,8 @@ static int gemm(int device, const EpGemmParams *p, void *stream) {
 }
 /* The fused operations: here their stages, one after the other. */
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
-    EpGemmParams g = p->gemm;
-    const uint32_t num_out = ep_gemm_out_cols(&g);
-    g.row_weight = NULL; /* the place of p->gemm.saved */
     EP_TRY(dispatch(device, &p->dispatch, p->num_move_blocks, stream));
-    if (p->gemm.saved) {
-        EpActivationParams act = {.h = p->gemm.saved,
-                                  .offsets = g.offsets,
-                                  .weighted = g.out,
-                                  .num_rows = g.num_rows,
-                                  .num_experts = g.num_experts,
-                                  .num_cols = num_out,
-                                  .is_f16 = g.is_f16};
-        ep_act_numbers(&act, g.activation, g.alpha, g.limit);
-        ep_gemm_set_activation(&g, EP_ACT_NONE, 0, 0);
-        g.out = p->gemm.saved;
-        EP_TRY(ep_cpu_gemm(&g));
-        ep_cpu_activation(&act);
-        return 0;
-    }
-    return ep_cpu_gemm(&g);
+    return ep_cpu_gemm(&p->gemm);
 }
 static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
     const int code = ep_cpu_gemm(&p->gemm);

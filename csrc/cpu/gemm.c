@@ -70,10 +70,11 @@ typedef struct {
 static void store_row(const Work *g, uint32_t expert, uint32_t row, float *y) {
     const EpGemmParams *p = g->p;
     const uint32_t num = ep_gemm_out_cols(p), act = p->activation;
-    const float weight = p->row_weight ? p->row_weight[row] : 1.0f;
+    const float weight = !p->saves && p->row_weight ? p->row_weight[row] : 1.0f;
     if (p->bias)
         for (uint32_t n = 0; n < p->n; n++)
             y[n] += ep_cpu_number(p->bias, g->dtype, (uint64_t)expert * p->n + n);
+    if (p->saves) g->loop->store(p->saved, g->dtype, (uint64_t)row * p->n, y, p->n);
     for (uint32_t c = 0; c < num;
          c++) { /* in place: column c of the output needs column c of the product or later */
         float value = y[c];

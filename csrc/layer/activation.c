@@ -1,4 +1,4 @@
-/* activation.c - an activation and its gradient: check the arguments, fill in the parameters, launch.
+/* activation.c - the gradient of an activation: check the arguments, fill in the parameters, launch.
  *
  * Exports ep_activation. The operation is local to a rank, and no peer takes part. */
 #include "backend.h"
@@ -16,8 +16,6 @@ int ep_activation(const EpActivationArgs *a, void *stream) {
         return ep_error(EP_EINVAL,
                         "activation %u (alpha %g, limit %g): must be an EpActivation with valid numbers",
                         a->activation, a->alpha, a->limit);
-    if (!a->d != !a->d_h || !a->d != !a->dots)
-        return ep_error(EP_EINVAL, "gradient, gradient of the input, dot products: pass all or none");
     if (dtype != EP_BF16 && dtype != EP_F16)
         return ep_error(EP_ETYPE, "weighted rows: wanted bfloat16 or float16, got %s", ep_dtype_name(dtype));
     if (y->num_dims != 2 || a->offsets->num_dims != 1 || a->offsets->shape[0] < 1)
@@ -44,7 +42,7 @@ int ep_activation(const EpActivationArgs *a, void *stream) {
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
         EP_TRY(ep_tensor_check(&wanted[i], kind, y->device, kind == EP_CUDA ? 16 : 2));
     /* weighted may be d, which is read and written number by number. */
-    const bool is_in_place = a->d && a->d->data == y->data;
+    const bool is_in_place = a->d->data == y->data;
     const EpOperand operands[] = {{"gradient of the input", a->d_h, true},
                                   {"weighted rows", y, true},
                                   {"dot products", a->dots, true},
@@ -54,17 +52,16 @@ int ep_activation(const EpActivationArgs *a, void *stream) {
                                   {"row weight", a->row_weight, false}};
     EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
     p.h = a->h->data;
-    p.d = a->d ? a->d->data : NULL;
+    p.d = a->d->data;
     p.offsets = (const int32_t *)a->offsets->data;
     p.row_weight = a->row_weight ? (const float *)a->row_weight->data : NULL;
-    p.d_h = a->d ? a->d_h->data : NULL;
+    p.d_h = a->d_h->data;
     p.weighted = y->data;
-    p.dots = a->d ? (float *)a->dots->data : NULL;
+    p.dots = (float *)a->dots->data;
     p.num_rows = (uint32_t)M;
     p.num_experts = (uint32_t)L;
     p.num_cols = (uint32_t)I;
     p.is_f16 = dtype == EP_F16;
-    p.has_gradient = a->d != NULL;
     ep_act_numbers(&p, a->activation, (float)a->alpha, (float)a->limit);
     return backend->activation(y->device, &p, stream);
 }

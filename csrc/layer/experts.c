@@ -116,12 +116,6 @@ static int check_tokens(const Call *c, const EpTensor *x, const EpTensor *indice
 
 static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     const bool is_fused = fuses(c, a->gate_up, 1, a->down, 2, a->h != NULL);
-    /* The fused kernel can store the input of SwiGLU beside its result. For other activations, and without
-     * the fused kernel, the input is stored, and a kernel of its own computes the activation. */
-    const bool saves = a->h && is_fused && a->activation == EP_ACT_SWIGLU;
-    const bool activates = a->h && !saves;
-    const uint32_t epilogue = activates ? EP_ACT_NONE : a->activation;
-    const EpTensor *const first_out = activates ? a->h : a->a;
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan};
     const EpDispatchArgs dispatch = {.x = a->x,
                                      .weight = a->weight,
@@ -139,9 +133,9 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                               .recv = a->recv,
                                               .gemm_weight = a->gate_up,
                                               .bias = a->gate_up_bias,
-                                              .out = first_out,
-                                              .saved = saves ? a->h : NULL,
-                                              .activation = epilogue,
+                                              .out = a->a,
+                                              .saved = a->h,
+                                              .activation = a->activation,
                                               .alpha = a->alpha,
                                               .limit = a->limit,
                                               .requires_grad = a->requires_grad,
@@ -181,21 +175,14 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     if (!ran->is_launched) return 0;
     if (!is_fused)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
-                                    .activation = epilogue,
+                                    .activation = a->activation,
                                     .alpha = a->alpha,
                                     .limit = a->limit,
                                     .a = a->rows,
                                     .b = a->gate_up,
                                     .bias = a->gate_up_bias,
-                                    .out = first_out});
-    if (!code && activates)
-        code = ep_activation(&(EpActivationArgs){.activation = a->activation,
-                                                 .alpha = a->alpha,
-                                                 .limit = a->limit,
-                                                 .h = a->h,
-                                                 .offsets = &c->offsets,
-                                                 .weighted = a->a},
-                             c->stream);
+                                    .out = a->a,
+                                    .saved = a->h});
     if (is_fused) {
         EP_TRY(report(c, EP_OP_GEMM_COMBINE, code));
         return run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran);

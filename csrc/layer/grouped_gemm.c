@@ -110,14 +110,19 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"output", g->out, out_dtype, is_wgrad ? 3 : 2, {is_wgrad ? L : M, is_wgrad ? N : out_cols, K}},
         {"bias", g->bias, bias_dtype, 2, {L, N, -1}},
         {"row weight", g->row_weight, EP_F32, 1, {M, -1, -1}},
+        {"saved", g->saved, bias_dtype, 2, {M, N, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
         EP_TRY(ep_tensor_check(&wanted[i], where, g->a->device, where == EP_CUDA ? 16 : 2));
     if (!is_forward && (g->bias || g->row_weight))
         return ep_error(EP_EINVAL,
                         "bias and row_weight: must be absent, because only the forward GEMM applies them");
+    if (g->saved && (!is_forward || !g->activation || g->row_weight || g->a_scale))
+        return ep_error(EP_EINVAL,
+                        "saved: must be absent without an activation, with row_weight, and in FP8");
     const EpOperand operands[] = {
         {"output", g->out, true},
+        {"saved", g->saved, true},
         {"tile counter", g->tile_counter, true},
         {"rows", g->a, false},
         {is_wgrad ? "input" : "weights", g->b, false},
@@ -139,6 +144,8 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
                                    "came after many others: pass one");
     p.bias = g->bias ? g->bias->data : NULL;
     p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
+    if (g->saved) p.saved = g->saved->data;
+    p.saves = g->saved != NULL;
     if (!g->a_scale) return backend->gemm(g->a->device, &p, stream);
     const EpGemmFp8Params q = {p, scales};
     return backend->gemm_fp8(g->a->device, &q, stream);

@@ -40,9 +40,9 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
         return ep_error(EP_EINVAL,
                         "kind %u: must be forward, or dgrad, which has neither a bias nor an activation",
                         product->kind);
-    if (product->saved && activation != EP_ACT_SWIGLU)
-        return ep_error(EP_EINVAL, "saved, activation %u: only for SwiGLU, %d, gate and up can be saved",
-                        activation, EP_ACT_SWIGLU);
+    if (product->saved && !activation)
+        return ep_error(EP_EINVAL,
+                        "saved: must be absent without an activation, because it would be the output");
     if (w->num_dims != 3 || a->num_dims != 2)
         return ep_error(EP_EINVAL, "wanted gemm_weight of 3 dimensions and rows of 2, got %u and %u",
                         w->num_dims, a->num_dims);
@@ -67,6 +67,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     p->out = product->out->data;
     p->bias = product->bias ? product->bias->data : NULL;
     p->saved = product->saved ? product->saved->data : NULL;
+    p->saves = product->saved != NULL;
     p->num_rows = (uint32_t)M;
     p->num_experts = (uint32_t)L;
     p->n = (uint32_t)N;

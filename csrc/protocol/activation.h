@@ -1,4 +1,4 @@
-/* activation.h - the parameters of an activation and of its gradient.
+/* activation.h - the parameters of the gradient of an activation.
  *
  * Exports EpActivationParams, ep_act_numbers, ep_act_rows, and the columns of a gate and its up value. The
  * arithmetic of one column is in activation_math.h.
@@ -31,7 +31,6 @@ typedef struct {
     uint32_t num_cols;       /* I; a multiple of 8 on CUDA */
     uint32_t activation;     /* EpActivation */
     uint32_t is_f16;         /* fp16, otherwise bf16 */
-    uint32_t has_gradient;   /* otherwise only `weighted` is computed, and d, d_h and dots are NULL */
     float alpha, limit;      /* see ep_act_numbers */
 } EpActivationParams;
 

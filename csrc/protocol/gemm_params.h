@@ -56,8 +56,8 @@ typedef struct {
     const void *bias;       /* FORWARD: [L][N] or NULL */
     union {
         const float *row_weight; /* FORWARD: [M] or NULL; multiplies the result of the activation */
-        /* dispatch + GEMM, which has no row_weight: [M][N] or NULL; the product with its bias, before the
-         * activation, which is SWIGLU */
+        /* FORWARD with an activation, in a training step: [M][N]; the product with its bias, rounded, for the
+         * backward. out has the bits that it has without: its activation is that of the sums in float32. */
         void *saved;
     };
     uint64_t *tile_counter; /* one number: tiles drawn; 0 before and after a launch */
@@ -72,6 +72,7 @@ typedef struct {
     uint8_t is_f16;         /* fp16, otherwise bf16 */
     uint8_t is_portable;    /* use the portable kernel even if there is a faster one */
     uint8_t accumulates;    /* WGRAD: out is fp32, and alpha times the product is added to it */
+    uint8_t saves;          /* there is `saved`, and no row_weight */
 } EpGemmParams;
 
 /* The scales of e4m3 numbers. a: [M][K / 128], b: [L][N / 128][K / 128], both sizes rounded up, with the

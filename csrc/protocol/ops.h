@@ -89,8 +89,8 @@ typedef enum {
 /* Dispatch, and the grouped GEMM of the rows that it places, on CUDA in one launch. gemm_weight [L][N][H],
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
  * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams.
- * saved: NULL, or for SWIGLU gate and up, [>= M][N]. kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is
- * [L][H][K], out [>= M][K], and there is no bias and no activation. */
+ * saved: NULL, or with an activation the product with its bias, rounded, [>= M][N]. kind: EpGemmKind; for
+ * EP_GEMM_DGRAD gemm_weight is [L][H][K], out [>= M][K], and there is no bias and no activation. */
 #define EP_ARGS_dispatch_gemm(X, S)    \
     X(S, TENSOR, x)                    \
     X(S, OPTIONAL, weight)             \
@@ -219,10 +219,11 @@ typedef enum {
  * bias, combine. x, indices, weight, plan, rows, row_weight and recv are as in plan and dispatch; weight is
  * given. gate_up [L][N][H], down [L][H][I], biases [L][N] and [L][H]. Outputs: a [>= M][I], out_rows
  * [>= M][H] (may be rows where h is NULL), out [T][H]. h: NULL, or [>= M][N], which saves the input of the
- * activation for a backward; the activation is then that of the rounded numbers. Where ep_layer_fuses says
- * so, each product shares a launch with the communication beside it. is_planned: the plan exists, and indices
- * is not read. If nothing was launched after the plan, because the outputs do not fit (awaits_rows), the
- * caller calls again, with is_planned. The rest is as in dispatch_gemm and gemm_combine. */
+ * activation, rounded, for a backward; the other outputs have the same bits with it and without. Where
+ * ep_layer_fuses says so, each product shares a launch with the communication beside it. is_planned: the plan
+ * exists, and indices is not read. If nothing was launched after the plan, because the outputs do not fit
+ * (awaits_rows), the caller calls again, with is_planned. The rest is as in dispatch_gemm and gemm_combine.
+ */
 #define EP_ARGS_experts(X, S)       \
     X(S, TENSOR, x)                 \
     X(S, OPTIONAL, indices)         \

@@ -67,7 +67,7 @@ FAST(activation) {
         !ep_get_double(args[2], &a.limit))
         return NULL;
     for (int i = 0; i < 7; i++)
-        if (!ep_get_tensor(args[3 + i], i != 0 && i != 2 && i != 5, &t[i], to[i])) return NULL;
+        if (!ep_get_tensor(args[3 + i], i == 3, &t[i], to[i])) return NULL; /* row_weight may be None */
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
     WITHOUT_LOCK(code = ep_activation(&a, stream));
     return ep_done(code);

@@ -72,16 +72,20 @@ static void __syncwarp() {
 }
 /* An instruction with .sync.aligned needs all lanes of the warp. It does not order memory. */
 static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED>(32); }
-/* A shuffle does not order memory. */
-static float __shfl_xor_sync(uint32_t, float v, int mask) {
-    static float lanes[2][12][32];
-    float(&warp)[32] = lanes[ep_rank][threadIdx.x / 32];
+/* A shuffle does not order memory. Each lane gets the value of lane `from`. */
+template <typename T> static T ep_shuffle(T v, uint32_t from) {
+    static T lanes[2][12][32];
+    T(&warp)[32] = lanes[ep_rank][threadIdx.x / 32];
     __atomic_store(&warp[threadIdx.x % 32], &v, __ATOMIC_RELAXED);
     ep_aligned();
-    __atomic_load(&warp[threadIdx.x % 32 ^ (uint32_t)mask], &v, __ATOMIC_RELAXED);
+    __atomic_load(&warp[from % 32], &v, __ATOMIC_RELAXED);
     ep_aligned();
     return v;
 }
+static float __shfl_xor_sync(uint32_t, float v, int mask) {
+    return ep_shuffle(v, threadIdx.x % 32 ^ (uint32_t)mask);
+}
+static uint32_t __shfl_sync(uint32_t, uint32_t v, uint32_t lane) { return ep_shuffle(v, lane); }
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
 EP_PTX void ep_bar_arrive(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num, false); }
 EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }

@@ -12,7 +12,7 @@ extern EpClusterKernel ep_mega_kernels_fp8_bf16[], ep_mega_kernels_fp8_f16[];
 static bool is_fp8(uint32_t op) { return op == EP_OP_DISPATCH_GEMM_FP8 || op == EP_OP_GEMM_COMBINE_FP8; }
 static EpClusterKernel *table_of(uint32_t op, const EpGemmParams *gemm) {
     if (is_fp8(op)) return gemm->is_f16 ? ep_mega_kernels_fp8_f16 : ep_mega_kernels_fp8_bf16;
-    if (gemm->saved) return gemm->is_f16 ? ep_mega_save_kernels_f16 : ep_mega_save_kernels_bf16;
+    if (gemm->saves) return gemm->is_f16 ? ep_mega_save_kernels_f16 : ep_mega_save_kernels_bf16;
     return gemm->is_f16 ? ep_mega_kernels_f16 : ep_mega_kernels_bf16;
 }
 

@@ -151,8 +151,9 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 192)   \
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 128)
 
-/* X(columns of a tile): the instances of dispatch + GEMM that save gate and up for the backward pass. */
-#define EP_MEGA_SAVE_VARIANTS(X) X(256) X(128)
+/* X(activation): the instances of dispatch + GEMM that save the product for the backward pass. */
+#define EP_MEGA_SAVE_VARIANTS(X) \
+    X(EP_ACT_GELU) X(EP_ACT_SWIGLU) X(EP_ACT_GPT_OSS) X(EP_ACT_ANY_GATE) X(EP_ACT_ANY_UNGATED)
 
 /* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for
  * each communication warp: three, or two where one loads scales. Static shared memory uses at most 1024 bytes
@@ -169,10 +170,10 @@ static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUte
 #define EP_MEGA_ROW(OP, KERNEL, KIND, BN, ACT, F16) \
     mega_row<EpGemmConfig<KIND, BN, ACT, F16>>(OP, KERNEL<EpGemmConfig<KIND, BN, ACT, F16>>, BN, ACT),
 
-#define EP_MEGA_SAVE_ROW(BN, F16)                                                                        \
-    mega_row<EpGemmSaveConfig<BN, F16>>(                                                                 \
-        EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmSaveConfig<BN, F16>>, BN, \
-        EP_ACT_SWIGLU),
+#define EP_MEGA_SAVE_ROW(ACT, F16)                                                                         \
+    mega_row<EpGemmSaveConfig<256, ACT, F16>>(                                                             \
+        EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmSaveConfig<256, ACT, F16>>, \
+        256, ACT),
 
 #define EP_MEGA_FP8_ROW(ACT, F16)            \
     mega_row<EpGemmMegaFp8Config<ACT, F16>>( \

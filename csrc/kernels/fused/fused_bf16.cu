@@ -6,5 +6,5 @@
 EpClusterKernel ep_mega_kernels_bf16[] = {EP_MEGA_VARIANTS(EP_ROW)
                                               EP_MEGA_BACKWARD_VARIANTS(EP_BACKWARD_ROW){}};
 
-#define EP_SAVE_ROW(BN) EP_MEGA_SAVE_ROW(BN, false)
+#define EP_SAVE_ROW(ACT) EP_MEGA_SAVE_ROW(ACT, false)
 EpClusterKernel ep_mega_save_kernels_bf16[] = {EP_MEGA_SAVE_VARIANTS(EP_SAVE_ROW){}};

@@ -6,7 +6,7 @@
 #include "kernels/fused/fused_shared.cuh"
 #include "kernels/stage/dispatch.cuh"
 
-/* SAVES: the kernel of a training step, which also stores gate and up. OP: the operation, in headers and in
+/* SAVES: the kernel of a training step, which also stores the product. OP: the operation, in headers and in
  * errors. */
 template <bool SAVES, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks {
     static constexpr bool FUSED = true;

@@ -1,22 +1,22 @@
-/* activation.cu - the kernels of an activation and of its gradient, and their launcher. */
+/* activation.cu - the kernels of the gradient of an activation, and their launcher. */
 #include "kernels/gemm/activation.cuh"
 
 #include "kernels/launch.h"
 
 enum { ACT_WARPS = 8, ACT_CTAS_PER_SM = 4 };
 
-template <int ACT, int DTYPE, bool GRADIENT>
+template <int ACT, int DTYPE>
 __global__ void __launch_bounds__(32 * ACT_WARPS, ACT_CTAS_PER_SM)
     activation_kernel(const __grid_constant__ EpActivationParams p) {
-    ep_act_all_rows<ACT, DTYPE, GRADIENT>(p);
+    ep_act_all_rows<ACT, DTYPE>(p);
 }
 
-template <int DTYPE, bool GRADIENT>
+template <int DTYPE>
 static int launch(const EpActivationParams *p, uint32_t num_ctas, cudaStream_t stream) {
-#define EP_CASE(ACT)                                                                          \
-    if (EP_ACT_KERNEL(p->activation) == ACT) {                                                \
-        activation_kernel<ACT, DTYPE, GRADIENT><<<num_ctas, 32 * ACT_WARPS, 0, stream>>>(*p); \
-        return (int)cudaGetLastError();                                                       \
+#define EP_CASE(ACT)                                                                \
+    if (EP_ACT_KERNEL(p->activation) == ACT) {                                      \
+        activation_kernel<ACT, DTYPE><<<num_ctas, 32 * ACT_WARPS, 0, stream>>>(*p); \
+        return (int)cudaGetLastError();                                             \
     }
     EP_CASE(EP_ACT_NONE)
     EP_CASE(EP_ACT_GELU)
@@ -35,8 +35,5 @@ extern "C" int ep_launch_activation(const EpActivationParams *p, void *stream) {
     if (p->num_rows == 0 || p->num_experts == 0) return 0;
     const uint32_t for_rows = ep_ceil_div_u32(p->num_rows, ACT_WARPS), most = ACT_CTAS_PER_SM * c.num_sms;
     const uint32_t num_ctas = for_rows < most ? for_rows : most;
-    const bool gradient = p->has_gradient;
-    if (p->is_f16)
-        return (gradient ? launch<EP_F16, true> : launch<EP_F16, false>)(p, num_ctas, (cudaStream_t)stream);
-    return (gradient ? launch<EP_BF16, true> : launch<EP_BF16, false>)(p, num_ctas, (cudaStream_t)stream);
+    return (p->is_f16 ? launch<EP_F16> : launch<EP_BF16>)(p, num_ctas, (cudaStream_t)stream);
 }

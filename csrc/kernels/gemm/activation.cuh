@@ -1,4 +1,4 @@
-/* activation.cuh - an activation and its gradient: a warp's part; see protocol/activation.h.
+/* activation.cuh - the gradient of an activation: a warp's part; see protocol/activation.h.
  *
  * A warp computes one row at a time, and a lane eight neighbouring columns of 256. The gradient moves six
  * numbers for each column of a gated activation, or four, and is limited by DRAM. */
@@ -32,8 +32,7 @@ template <int ACT, int DTYPE> struct EpGates {
 };
 
 /* Row `row`: all lanes of a warp. The activations that share kernels are read from the parameters. */
-template <int ACT, int DTYPE, bool GRADIENT> EP_FN void ep_act_row(const EpActivationParams &p,
-                                                                   uint32_t row) {
+template <int ACT, int DTYPE> EP_FN void ep_act_row(const EpActivationParams &p, uint32_t row) {
     static_assert(ACT == EP_ACT_KERNEL(ACT), "the others are read from the parameters");
     typedef EpGates<ACT, DTYPE> Gates;
     const bool is_shared = ACT == EP_ACT_ANY_GATE || ACT == EP_ACT_ANY_UNGATED;
@@ -46,8 +45,8 @@ template <int ACT, int DTYPE, bool GRADIENT> EP_FN void ep_act_row(const EpActiv
     float dot = 0;
     for (uint32_t c = 8 * ep_lane(); c < num_cols; c += 8 * EP_DOT_PARTS) {
         Gates h;
-        float d[8] = {0};
-        if (GRADIENT) Gates::Vec::unpack(*(const uint4 *)((const uint16_t *)p.d + at + c), d);
+        float d[8];
+        Gates::Vec::unpack(*(const uint4 *)((const uint16_t *)p.d + at + c), d);
         h.load((const uint16_t *)p.h, of_h, c, num_cols);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -59,24 +58,22 @@ template <int ACT, int DTYPE, bool GRADIENT> EP_FN void ep_act_row(const EpActiv
             if (Gates::GATED) h.v[Gates::at_up(i)] = wd * y.of_up;
             d[i] = w * y.value;
         }
-        if (GRADIENT) h.store((uint16_t *)p.d_h, of_h, c, num_cols);
+        h.store((uint16_t *)p.d_h, of_h, c, num_cols);
         *(uint4 *)((uint16_t *)p.weighted + at + c) = Gates::Vec::pack(d);
     }
-    if constexpr (GRADIENT) {
 #pragma unroll
-        for (int half = EP_DOT_PARTS / 2; half; half /= 2) dot += __shfl_xor_sync(EP_FULL, dot, half);
-        if (ep_lane() == 0) p.dots[row] = dot;
-    }
+    for (int half = EP_DOT_PARTS / 2; half; half /= 2) dot += __shfl_xor_sync(EP_FULL, dot, half);
+    if (ep_lane() == 0) p.dots[row] = dot;
 }
 
 /* All rows of the experts, one warp after the other over the whole grid. */
-template <int ACT, int DTYPE, bool GRADIENT> EP_FN void ep_act_all_rows(const EpActivationParams &p) {
+template <int ACT, int DTYPE> EP_FN void ep_act_all_rows(const EpActivationParams &p) {
     const uint32_t num_warps = blockDim.x / 32;
     uint32_t begin, end;
     ep_act_rows(&p, &begin, &end);
     for (uint32_t row = begin + blockIdx.x * num_warps + threadIdx.x / 32; row < end;
          row += gridDim.x * num_warps)
-        ep_act_row<ACT, DTYPE, GRADIENT>(p, row);
+        ep_act_row<ACT, DTYPE>(p, row);
 }
 
 #endif /* EP_ACTIVATION_CUH */

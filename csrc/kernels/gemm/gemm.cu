@@ -8,6 +8,7 @@
 #include "kernels/launch.h"
 
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
+extern EpClusterKernel ep_gemm_save_kernels_bf16[], ep_gemm_save_kernels_f16[];
 extern EpClusterKernel ep_gemm_kernels_fp8_bf16[], ep_gemm_kernels_fp8_f16[];
 extern EpClusterKernel ep_gemm_kernels_one_scale_bf16[], ep_gemm_kernels_one_scale_f16[];
 extern EpClusterKernel ep_gemm_kernels_accumulate_bf16[], ep_gemm_kernels_accumulate_f16[];
@@ -61,6 +62,7 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
     const uint32_t tile_cols = ep_gemm_is_small_m(p) ? 64 : ep_gemm_tile_cols(p);
     EpClusterKernel *table = p->is_f16 ? ep_gemm_kernels_f16 : ep_gemm_kernels_bf16;
     if (p->accumulates) table = p->is_f16 ? ep_gemm_kernels_accumulate_f16 : ep_gemm_kernels_accumulate_bf16;
+    if (p->saves) table = p->is_f16 ? ep_gemm_save_kernels_f16 : ep_gemm_save_kernels_bf16;
     EpClusterKernel *k = ep_find_kernel(table, 0, p, tile_cols);
     uint32_t max_ctas;
     if (!k) return (int)cudaErrorInvalidValue;

@@ -1,4 +1,5 @@
-/* gemm_epilogue.cuh - the arithmetic of the epilogue: bias and activation of accumulators. */
+/* gemm_epilogue.cuh - the arithmetic of the epilogue: bias and activation of accumulators, and what a
+ * training step saves of them. */
 #ifndef EP_GEMM_EPILOGUE_CUH
 #define EP_GEMM_EPILOGUE_CUH
 #include <cuda_bf16.h>
@@ -109,6 +110,20 @@ template <int ACT, bool F16> EP_PTX void ep_gemm_add_bias(const EpGemmParams *p,
         d[5] += u.y;
         d[6] += u.x;
         d[7] += u.y;
+    }
+}
+
+/* Save what belongs to output columns c (even) and c + 1 of a row: two products; or two gates d[0], d[1] and
+ * their ups d[4], d[5]. */
+template <int ACT, bool F16> EP_PTX void ep_gemm_save_pair(const EpGemmParams *p, uint64_t row, uint32_t c,
+                                                           const float *d) {
+    uint32_t *to = (uint32_t *)((uint16_t *)p->saved + row * p->n);
+    if (ACT == EP_ACT_GPT_OSS) { /* gate, up, gate, up */
+        to[c] = ep_pack<F16>(d[0], d[4]);
+        to[c + 1] = ep_pack<F16>(d[1], d[5]);
+    } else {
+        to[c / 2] = ep_pack<F16>(d[0], d[1]);
+        if (EP_ACT_IS_GATED(ACT)) to[(p->n / 2 + c) / 2] = ep_pack<F16>(d[4], d[5]);
     }
 }
 

@@ -29,4 +29,9 @@ template <int KIND, int BN, int ACT, bool F16> static EpClusterKernel gemm_row()
     return {(const void *)gemm_kernel<C>, 0, KIND, BN, ACT, EP_GEMM_THREADS, C::SMEM_BYTES, {}};
 }
 
+template <int BN, int ACT, bool F16> static EpClusterKernel gemm_save_row() {
+    typedef EpGemmSaveConfig<BN, ACT, F16> C;
+    return {(const void *)gemm_kernel<C>, 0, EP_GEMM_FORWARD, BN, ACT, EP_GEMM_THREADS, C::SMEM_BYTES, {}};
+}
+
 #endif /* EP_GEMM_HOPPER_CUH */

@@ -60,8 +60,9 @@ template <int ACT, bool F16, bool ACCUMULATES> struct EpSimpleGemm {
                 continue;
             }
             if (p->bias) ep_gemm_add_bias<ACT, F16>(p, t->expert, c, d);
+            if (ACT != EP_ACT_NONE && p->saves) ep_gemm_save_pair<ACT, F16>(p, row, c, d);
             ep_gemm_activate<ACT>(p, d, d);
-            const float weight = p->row_weight ? p->row_weight[row] : 1.0f;
+            const float weight = !p->saves && p->row_weight ? p->row_weight[row] : 1.0f;
             const uint64_t base = p->kind == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0;
             *(uint32_t *)((uint16_t *)p->out + (base + row) * out_cols + c) =
                 ep_pack<F16>(d[0] * weight, d[1] * weight);

@@ -157,9 +157,17 @@ EP_PTX void ep_gemm_small_m_finish(uint32_t (&v)[4], float *d, const EpGemmParam
 #pragma unroll
         for (int i = 0; i < NUM; i++)
             ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(col + 8 * i, last), d + SIZE * i);
+    if constexpr (C::SAVES) { /* braces: without them nvcc 13.0 leaves out the next loop, too */
+#pragma unroll
+        for (int i = 0; i < 2 * NUM; i++) {
+            const uint32_t r = row + i % 2 * 8, c = col + i / 2 * 8;
+            if (r < t->num_rows && c <= last)
+                ep_gemm_save_pair<C::ACT, C::F16>(p, t->row0 + r, c, d + SIZE * (i / 2) + i % 2 * 2);
+        }
+    }
 #pragma unroll
     for (int i = 0; i < NUM; i++) ep_gemm_activate<C::ACT>(p, d + SIZE * i, d + 4 * i);
-    if (p->row_weight) {
+    if (!C::SAVES && p->row_weight) {
         const float top = row < t->num_rows ? p->row_weight[t->row0 + row] : 0;
         const float bottom = row + 8 < t->num_rows ? p->row_weight[t->row0 + row + 8] : 0;
 #pragma unroll

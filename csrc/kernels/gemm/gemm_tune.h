@@ -35,6 +35,12 @@
     X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)  \
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_GATE) \
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_UNGATED)
+/* X(columns of a tile, activation): those of a training step, which also save the product. */
+#define EP_GEMM_SAVE_VARIANTS(X)                                                            \
+    X(256, EP_ACT_GELU)                                                                     \
+    X(64, EP_ACT_GELU)                                                                      \
+    X(256, EP_ACT_SWIGLU) X(64, EP_ACT_SWIGLU) X(256, EP_ACT_GPT_OSS) X(64, EP_ACT_GPT_OSS) \
+        X(256, EP_ACT_ANY_GATE) X(64, EP_ACT_ANY_GATE) X(256, EP_ACT_ANY_UNGATED) X(64, EP_ACT_ANY_UNGATED)
 EP_PURE bool ep_gemm_is_small_m(const EpGemmParams *p) {
     return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
 }
@@ -48,6 +54,7 @@ EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
     const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100;
     const uint64_t at_192 = (uint64_t)(cols + 191) / 192 * 192 * 105;
     const uint64_t at_128 = (uint64_t)(cols + 127) / 128 * 128 * 125;
+    if (p->saves) return 256; /* other tiles would pay for few columns only */
     return has_192 && at_192 < at_256 && at_192 <= at_128 ? 192 : at_128 < at_256 ? 128 : 256;
 }
 #endif /* EP_GEMM_TUNE_H */
