@@ -16,6 +16,7 @@
     quantize_fp8       rows, or their activations, in FP8 with a scale for each 128 numbers;
                        quantize_fp8_weight for weights
     SwiGLU, GptOss     gates with other numbers
+    numerics           what the bits of a module's results depend on
     reference          the oracle, in plain PyTorch
     include_dir        the folder of the header for device code
 
@@ -39,6 +40,7 @@ from .gemm.activations import GptOss, SwiGLU
 from .gemm.grouped import grouped_gemm
 from .gemm.quantize import quantize_fp8, quantize_fp8_weight
 from .moe.module import EPMoE
+from .moe.numerics import numerics
 from .moe.parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
 from .moe.placement import ExpertMap, balance_experts
 
@@ -48,5 +50,5 @@ __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed"
            "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted",
            "LowLatencyAll2All", "LowLatencyHandle", "Nodes", "PeerDied", "PeerError", "PendingCall",
            "SwiGLU", "SymmetricHeap", "World", "balance_experts", "clip_grad_norm_", "expert_parameters",
-           "grouped_gemm", "include_dir", "prepare_ddp", "prepare_fsdp", "quantize_fp8",
+           "grouped_gemm", "include_dir", "numerics", "prepare_ddp", "prepare_fsdp", "quantize_fp8",
            "quantize_fp8_weight", "reference", "thread_worlds", "whole_state_dict"]

@@ -92,6 +92,7 @@ CONCERN = {
     "epmoe/moe/experts.py": "experts_* moe_arguments moe_layer fused_gradients",
     "epmoe/moe/placement.py": "expert_map moe_map",
     "epmoe/moe/chunks.py": "nodes_chunks",
+    "epmoe/moe/numerics.py": "numerics docstrings",
     "epmoe/moe/cost_model.py": "bench_scale nodes_chunks docstrings",
     "epmoe/moe/*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies moe_fp8",
     "epmoe/gemm/grouped.py": "gemm_* fp8 fused_forward",

@@ -56,7 +56,7 @@ MPS = "nvidia-cuda-mps-control"
 PARTS = {
     "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak",
              "import", "install", "limits"),
-    "layer": ("layer", "moe", "examples", "integrations", "expert", "shards", "tuning"),
+    "layer": ("layer", "moe", "numerics", "examples", "integrations", "expert", "shards", "tuning"),
     "errors": ("errors", "written"),
     "fused": ("fused", "low", "fp8", "activation", "experts"),
     "nodes": ("nodes",),
@@ -125,6 +125,8 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos, missing, mps=True)
         yield Step("train-mps", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
+        yield Step("batches-threads", [*python, "tests/soak_batches.py", "-n", "20000", *threads], LONGEST_S,
+                   "the same to the bit", SIDE_BY_SIDE)
         yield Step("decode-mps", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
         yield Step("nodes-mps", torchrun(n, "tests/soak_nodes.py"), LONGEST_S, "the same to the bit", chaos,
@@ -141,6 +143,8 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos)
         yield Step("train", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
                    "the same to the bit", chaos)
+        yield Step("batches", torchrun(n, "tests/soak_batches.py", "-n", "20000"), LONGEST_S,
+                   "the same to the bit")
         yield Step("decode", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
                    "the same to the bit", chaos)
         yield Step("nodes", torchrun(n, "tests/soak_nodes.py"), LONGEST_S, "the same to the bit", chaos)

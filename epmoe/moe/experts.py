@@ -75,11 +75,11 @@ def takes(layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_weights: Te
     return (layer.nodes is None and layer.dtype in (torch.bfloat16, torch.float16) and layer._copies == 1
             and gate_up.dtype == layer.dtype
             and gate_up.dim() == down.dim() == 3 and gate_up.is_contiguous() and down.is_contiguous()
-            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:]))
+            and (layer.device.type == "cpu" or fits_kernels(*gate_up.shape[1:], *down.shape[1:]))
             and (not watched or requires_grad(x, topk_weights, *weights)))
 
 
-def _fits_kernels(*sizes: int) -> bool:
+def fits_kernels(*sizes: int) -> bool:
     """Whether the kernels take weights of these sizes."""
     return all(0 < n <= 1 << 24 and n % 16 == 0 for n in sizes)
 

@@ -25,7 +25,8 @@ from ..gemm.grouped import grouped_gemm, is_transposed
 from ..gemm.quantize import quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward
-from . import checkpoint, chunks, decode as decoding, experts as experts_ops, fp8, guards, placement, shards
+from . import checkpoint, chunks, decode as decoding, experts as experts_ops, fp8, guards, numerics
+from . import placement, shards
 from .experts import Weights
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
@@ -164,6 +165,7 @@ class EPMoEOptions(TypedDict, total=False):
     delay_wgrad_compute: bool
     fuse_wgrad_accumulation: bool
     num_chunks: int | None
+    rank_invariant: bool
     capacity: int | None
     rank: int | None
     world_size: int | None
@@ -246,6 +248,9 @@ class EPMoE(nn.Module):
             tensor of p's shape and of float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.
         num_chunks: Over several nodes, the number of chunks, 1 to 64, in which tokens cross while others are
             multiplied; None: choose_chunks; see docs/nodes.md; only 1 with rail_capacity.
+        rank_invariant: True: the results have the same bits for every W (docs/numerics.md).  Combine then
+            adds up the rows of a token one by one, in the order of its choices, and not first those of each
+            rank, so more rows return.  Not over several nodes.
         capacity: The most rows that a rank can receive.  With it, and over nodes with rail_capacity, the host
             reads nothing.
         rank, world_size, local_world_size: As for EpAll2AllFusedOp, and so are all that follow.  None of
@@ -263,6 +268,7 @@ class EPMoE(nn.Module):
         weight_dtype: The dtype of the weights.
         is_fp8: Whether it is that of FP8.
         layer: The communication layer.
+        rank_invariant: As passed.
         num_experts: E.
         expert_map: The ExpertMap of topk_idx, or None where each expert is its own physical one.
         gradient_scale: A number by which the gradients of the parameters are multiplied: 1 by default, 1 / W
@@ -302,6 +308,7 @@ class EPMoE(nn.Module):
     is_fp8: bool
     num_experts: int
     num_chunks: int | None
+    rank_invariant: bool
     layer: EPAll2AllLayer
     expert_map: ExpertMap | None
     gradient_scale: float
@@ -322,7 +329,8 @@ class EPMoE(nn.Module):
                  bias: bool = False, layer: EPAll2AllLayer | None = None, num_physical: int | None = None,
                  weight_dtype: torch.dtype | None = None, delay_wgrad_compute: bool = False,
                  fuse_wgrad_accumulation: bool = False, num_chunks: int | None = None,
-                 capacity: int | None = None, rank: int | None = None, world_size: int | None = None,
+                 rank_invariant: bool = False, capacity: int | None = None, rank: int | None = None,
+                 world_size: int | None = None,
                  local_world_size: int | None = None, num_sm: int | None = None,
                  enable_local_combine: bool = True, combine_mode: str = "scatter", num_tail_sms: int = 0,
                  num_reduce_sms: int | None = None, token_saving: bool = True, token_sorting: bool = True,
@@ -335,13 +343,14 @@ class EPMoE(nn.Module):
         options: dict[str, Any] = {
             "capacity": capacity, "rank": rank, "world_size": world_size,
             "local_world_size": local_world_size, "num_sm": num_sm,
-            "enable_local_combine": enable_local_combine, "combine_mode": combine_mode,
+            "enable_local_combine": enable_local_combine and not rank_invariant, "combine_mode": combine_mode,
             "num_tail_sms": num_tail_sms, "num_reduce_sms": num_reduce_sms, "token_saving": token_saving,
             "token_sorting": token_sorting, "block_wise_barrier": block_wise_barrier,
             "combine_order": combine_order, "fused": fused, "host_counts": host_counts,
             "num_buffers": num_buffers, "reserve_sms": reserve_sms, "heap": heap, "timeout_s": timeout_s,
             "rail_dtype": rail_dtype, "rail_capacity": rail_capacity}
-        given = layer is not None and [n for n, v in options.items() if v != _DEFAULTS[n].default]
+        given = layer is not None and [n for n, v in options.items() if v != _DEFAULTS[n].default
+                                       and not (n == "enable_local_combine" and rank_invariant)]
         if given:
             raise TypeError(f"{', '.join(given)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
@@ -351,7 +360,7 @@ class EPMoE(nn.Module):
             if delay_wgrad_compute or fuse_wgrad_accumulation:
                 self._weight_gradients = WeightGradients(delay_wgrad_compute, fuse_wgrad_accumulation)
             self.num_chunks = chunks.check_num_chunks(num_chunks)
-            bias = bool(bias)
+            bias, self.rank_invariant = bool(bias), bool(rank_invariant)
             halves = 1 + is_gated(activation)  # raises for an unknown activation
             inner = integer("inner", inner)
             if inner < 1:
@@ -362,6 +371,8 @@ class EPMoE(nn.Module):
             if weight_dtype == fp8.E4M3 and self._has_other_gradients:
                 raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation: weights in FP8 have no "
                                  "gradients: leave these options out")
+            if self.rank_invariant:
+                numerics.check_rank_invariant(world, layer)
             if layer is None:
                 reserve_sms = chunks.reserved_sms(self.num_chunks, world, rail_capacity, reserve_sms,
                                                   (max_tokens, hidden, inner, num_physical, topk))
@@ -527,7 +538,8 @@ class EPMoE(nn.Module):
             max_tokens: The most tokens of a rank in a call with decode=True; see LowLatencyAll2All.
 
         Raises:
-            ValueError: On this rank, for max_tokens out of range, or where there is such a path already.
+            ValueError: On this rank, for max_tokens out of range, where there is such a path already, and
+                with rank_invariant.
             EpError: As the creation of a LowLatencyAll2All.
 
         Examples:
@@ -541,6 +553,10 @@ class EPMoE(nn.Module):
             torch.Size([2, 16])
             >>> moe.finalize()
         """
+        if self.rank_invariant:
+            raise ValueError("the low-latency path adds up the rows of each rank first, so its sums depend "
+                             "on the number of ranks: leave rank_invariant out, or decode with a second "
+                             "module of few max_tokens (docs/decode.md)")
         if self.layer.low_latency is not None:
             raise ValueError("this module, or one that shares its layer, has a decode path already")
         self.layer.low_latency = decoding.create(self.layer, max_tokens)

@@ -1,0 +1,102 @@
+"""What the bits of an EPMoE's results depend on: see docs/numerics.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import _C
+from ..comm.device import capabilities
+from ..comm.nodes import Nodes
+from . import experts as experts_ops
+
+if TYPE_CHECKING:
+    from ..a2a.layer import EPAll2AllLayer
+    from ..comm.world import World
+    from .module import EPMoE
+
+
+_IN_FLOAT32 = "products in float32 are those of torch, whose bits depend on the number of rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """What epmoe promises for the bits of a module's results.
+
+    Attributes:
+        batch_invariant: The output of a token, its gradient and those of its routing weights do not depend on
+            the other tokens: their number, order and ranks, max_tokens, capacity, the SMs, fused kernels or
+            stages, prefill or decoding, a call or a CUDA graph.
+        trains_as_it_infers: A forward with gradients has the bits of one without.
+        rank_invariant: The results, with the gradients of the parameters, do not depend on the number of
+            ranks, nor on which rank has which expert.
+        reasons: For each of the three that is False, {its name: why}.
+
+    Examples:
+        See numerics.
+    """
+
+    batch_invariant: bool
+    trains_as_it_infers: bool
+    rank_invariant: bool
+    reasons: dict[str, str]
+
+
+def numerics(moe: EPMoE) -> Numerics:
+    """Return what epmoe promises for the bits of a module's results, as it is now.  Not collective.
+
+    Tests keep each promise (docs/numerics.md names them).  What is not promised can hold nevertheless.
+
+    Args:
+        moe: The module.
+
+    Returns:
+        A Numerics.
+
+    Examples:
+        >>> import epmoe
+        >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, device="cpu")
+        >>> epmoe.numerics(moe).batch_invariant
+        True
+        >>> epmoe.numerics(moe).reasons
+        {'rank_invariant': 'each rank adds up its rows of a token and rounds: pass rank_invariant=True'}
+        >>> moe.finalize()
+    """
+    of_batch = _batch_reason(moe)
+    of_ranks = "each rank adds up its rows of a token and rounds: pass rank_invariant=True"
+    if moe.rank_invariant:
+        of_ranks = _IN_FLOAT32 if moe.layer.dtype == torch.float32 else ""
+    reasons = {"batch_invariant": of_batch, "rank_invariant": of_ranks,
+               "trains_as_it_infers": "experts in FP8 have no gradients" if moe.is_fp8 else of_batch}
+    return Numerics(**{name: not reason for name, reason in reasons.items()},
+                    reasons={name: reason for name, reason in reasons.items() if reason})
+
+
+def _batch_reason(moe: EPMoE) -> str:
+    """Return why the results of a token may depend on its batch, or ""."""
+    layer, on_gpu = moe.layer, moe.layer.device.type == "cuda"
+    if layer.nodes is not None:
+        return "not tested over several nodes"
+    if layer.dtype == torch.float32:
+        return _IN_FLOAT32
+    if on_gpu and not experts_ops.fits_kernels(*moe.gate_up_proj.shape[1:], *moe.down_proj.shape[1:]):
+        return "products with sizes that are no multiples of 16 are those of torch"
+    if on_gpu and not capabilities(layer.device).has_hopper:
+        return "not tested on GPUs other than those of compute capability 9.0"
+    holds = [expert for expert in moe._holds if expert >= 0]
+    if not moe.rank_invariant and len(set(holds)) < len(holds):
+        return ("the place of a token in the batch chooses the replica of an expert, and each rank rounds "
+                "its sum: pass rank_invariant=True")
+    return ""
+
+
+def check_rank_invariant(world: World | Nodes, layer: EPAll2AllLayer | None) -> None:
+    """Raise ValueError where rank_invariant is impossible.  layer: that of other modules, or None."""
+    if isinstance(world, Nodes):
+        raise ValueError("rank_invariant over several nodes: the sum of each node is rounded before it "
+                         "leaves the node: use one node")
+    if layer is not None and layer._config.combine_mode == _C.COMBINE_LOCAL:
+        raise ValueError("rank_invariant, but the shared layer adds up the rows of each rank first: create "
+                         "it with enable_local_combine=False")
