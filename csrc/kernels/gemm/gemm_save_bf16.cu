@@ -2,5 +2,5 @@
  * its own, to compile in parallel. */
 #include "kernels/gemm/gemm_hopper.cuh"
 
-#define EP_ROW(BN, ACT) gemm_save_row<BN, ACT, false>(),
+#define EP_ROW(KIND, BN, ACT) gemm_save_row<BN, ACT, false>(),
 EpClusterKernel ep_gemm_save_kernels_bf16[] = {EP_GEMM_SAVE_VARIANTS(EP_ROW){}};

@@ -2,5 +2,5 @@
  * its own, to compile in parallel. */
 #include "kernels/gemm/gemm_hopper.cuh"
 
-#define EP_ROW(BN, ACT) gemm_save_row<BN, ACT, true>(),
+#define EP_ROW(KIND, BN, ACT) gemm_save_row<BN, ACT, true>(),
 EpClusterKernel ep_gemm_save_kernels_f16[] = {EP_GEMM_SAVE_VARIANTS(EP_ROW){}};

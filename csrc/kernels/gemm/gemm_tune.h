@@ -35,12 +35,18 @@
     X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)  \
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_GATE) \
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_UNGATED)
-/* X(columns of a tile, activation): those of a training step, which also save the product. */
-#define EP_GEMM_SAVE_VARIANTS(X)                                                            \
-    X(256, EP_ACT_GELU)                                                                     \
-    X(64, EP_ACT_GELU)                                                                      \
-    X(256, EP_ACT_SWIGLU) X(64, EP_ACT_SWIGLU) X(256, EP_ACT_GPT_OSS) X(64, EP_ACT_GPT_OSS) \
-        X(256, EP_ACT_ANY_GATE) X(64, EP_ACT_ANY_GATE) X(256, EP_ACT_ANY_UNGATED) X(64, EP_ACT_ANY_UNGATED)
+/* Those of a training step, which also save the product. */
+#define EP_GEMM_SAVE_VARIANTS(X)                \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GELU)        \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)         \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU)      \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU)       \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS)     \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)      \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_ANY_GATE)    \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_GATE)     \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_ANY_UNGATED) \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_UNGATED)
 EP_PURE bool ep_gemm_is_small_m(const EpGemmParams *p) {
     return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
 }
