@@ -79,7 +79,8 @@ TWO = torch.ones(2)
 @pytest.mark.parametrize("options", [{name: TWO} for name in (
     "hidden", "inner", "num_experts", "topk", "max_tokens", "bias", "capacity", "num_physical", "num_chunks",
     "delay_wgrad_compute", "fuse_wgrad_accumulation", "token_saving", "token_sorting", "block_wise_barrier",
-    "enable_local_combine", "fused", "num_sm", "num_buffers", "reserve_sms", "rail_capacity", "activation")]
+    "enable_local_combine", "rank_invariant", "fused", "num_sm", "num_buffers", "reserve_sms",
+    "rail_capacity", "activation")]
     + [{"no memory": torch.empty}, {"no memory": torch.randint}, {"delay_wgrad_compute": True,
                                                                   "weight_dtype": torch.float8_e4m3fn}],
     ids=lambda options: " ".join(options) + str(getattr(options.get("no memory"), "__name__", "")))

@@ -343,14 +343,13 @@ class EPMoE(nn.Module):
         options: dict[str, Any] = {
             "capacity": capacity, "rank": rank, "world_size": world_size,
             "local_world_size": local_world_size, "num_sm": num_sm,
-            "enable_local_combine": enable_local_combine and not rank_invariant, "combine_mode": combine_mode,
+            "enable_local_combine": enable_local_combine, "combine_mode": combine_mode,
             "num_tail_sms": num_tail_sms, "num_reduce_sms": num_reduce_sms, "token_saving": token_saving,
             "token_sorting": token_sorting, "block_wise_barrier": block_wise_barrier,
             "combine_order": combine_order, "fused": fused, "host_counts": host_counts,
             "num_buffers": num_buffers, "reserve_sms": reserve_sms, "heap": heap, "timeout_s": timeout_s,
             "rail_dtype": rail_dtype, "rail_capacity": rail_capacity}
-        given = layer is not None and [n for n, v in options.items() if v != _DEFAULTS[n].default
-                                       and not (n == "enable_local_combine" and rank_invariant)]
+        given = layer is not None and [n for n, v in options.items() if v != _DEFAULTS[n].default]
         if given:
             raise TypeError(f"{', '.join(given)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
@@ -373,6 +372,7 @@ class EPMoE(nn.Module):
                                  "gradients: leave these options out")
             if self.rank_invariant:
                 numerics.check_rank_invariant(world, layer)
+                options["enable_local_combine"] = False
             if layer is None:
                 reserve_sms = chunks.reserved_sms(self.num_chunks, world, rail_capacity, reserve_sms,
                                                   (max_tokens, hidden, inner, num_physical, topk))
