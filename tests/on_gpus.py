@@ -125,7 +125,7 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos, missing, mps=True)
         yield Step("train-mps", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
-        yield Step("batches-threads", [*python, "tests/soak_batches.py", "-n", "20000", *threads], LONGEST_S,
+        yield Step("batches-threads", [*python, "tests/soak_batches.py", "-n", "4000", *threads], LONGEST_S,
                    "the same to the bit", SIDE_BY_SIDE)
         yield Step("decode-mps", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)

@@ -6,6 +6,7 @@ names their folder (vllm_modules.py). They run all cases in groups of 1, 2 and 4
 
 import doctest
 import math
+import os
 import sys
 import types
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import vllm_modules
 import vllm_quantized
 from cases import generator, process_ranks
-from epmoe import reference
+from epmoe import _C, reference
 
 pytestmark = pytest.mark.cpu_only
 NUM_RANKS = 4
@@ -269,6 +270,16 @@ def errors_of(integration, size):
     rows, scales, _, ids, weights = mover.prepare(*call, False, quant, defer_input_quant=True)
     assert rows.dtype == F32 and scales is None
     say(mover.finalize, x, rows, weights, ids, False, object())
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    of_all_rows = dict(quant_dtype=torch.float8_e4m3fn, per_act_token_quant=False, block_shape=None,
+                       a1_scale=None)
+    say(mover.prepare, *call, False, types.SimpleNamespace(**of_all_rows), False)
+    of_each_token = types.SimpleNamespace(**of_all_rows | {"per_act_token_quant": True})
+    assert not integration._has_scale_of_all_rows(of_each_token)
+    mover = make(config_of(size), None, None, True)
+    mover.prepare(*call, False, types.SimpleNamespace(quant_dtype=None), False)
+    assert mover._layout.layer._config.combine_mode == _C.COMBINE_SCATTER  # not first the rows of each rank
+    del os.environ["VLLM_BATCH_INVARIANT"]
     return found
 
 
@@ -344,7 +355,8 @@ def test_integrations_vllm_refuses_what_it_does_not_have(results):
              "RuntimeError: finalize without a prepare",
              "NotImplementedError: SimpleNamespace expects 2 experts for each row",
              "RuntimeError: a CUDA graph with 17 tokens: epmoe expects at most 0",
-             "NotImplementedError: experts that leave object to do")
+             "NotImplementedError: experts that leave object to do",
+             "NotImplementedError: VLLM_BATCH_INVARIANT=1 with a dynamic scale of all rows")
     for _, messages in results:
         assert all(m.startswith(t) for m, t in zip(messages, texts, strict=True)), messages
 

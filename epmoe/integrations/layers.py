@@ -54,8 +54,8 @@ def _forget_ended_worlds():
 def make_layer(group, max_tokens, hidden, topk, num_experts, dtype, device, **options):
     """Return a layer for at least max_tokens: one of its kind that exists, or a new one.  Collective.
 
-    Modules of one kind share their layers.  Sums are made at the expert's rank first, so that one row for
-    each (token, rank) returns.
+    Modules of one kind share their layers.  Without enable_local_combine=False, sums are made at the expert's
+    rank first, so that one row for each (token, rank) returns.
 
     Args:
         group: A ProcessGroup, a one-dimensional DeviceMesh, or None for this process alone.
@@ -85,7 +85,8 @@ def make_layer(group, max_tokens, hidden, topk, num_experts, dtype, device, **op
     layers = _layers.setdefault(kind, [])
     if not layers or layers[-1].max_tokens < max_tokens:
         layers.append(EPAll2AllLayer(kind[0], max_tokens, hidden, topk, num_tot_experts=num_experts,
-                                     dtype=dtype, device=device, enable_local_combine=True, **options))
+                                     dtype=dtype, device=device,
+                                     **{"enable_local_combine": True} | options))
     return layers[-1]
 
 

@@ -9,6 +9,7 @@ registry for what moves the tokens, so use() replaces the function that chooses 
 It needs vLLM 0.33.
 """
 
+import os
 import sys
 
 import torch
@@ -90,6 +91,8 @@ class EpmoePrepareAndFinalize(_Base):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._group = group
+        # Then the sum of a token depends neither on the ranks of its experts, nor on replicas.
+        self._options = {"enable_local_combine": False} if _is_batch_invariant() else {}
         self._layout = None  # from prepare to finalize
         world = layers.world_of(group)
         self._num_ranks = world.size
@@ -104,10 +107,10 @@ class EpmoePrepareAndFinalize(_Base):
             self._map = ExpertMap(torch.tensor(held, device=device, dtype=torch.int64), num_experts)
             self._num_physical = len(held)
         shape = hidden, topk, self._num_physical, dtype, device
-        layers.make_layer(group, max_tokens, *shape)
+        layers.make_layer(group, max_tokens, *shape, **self._options)
         self._sequence_ranks = sequence_ranks
-        self._fixed = [layers.make_layer(group, size, *shape, capacity=world.size * size * topk)
-                       for size in _graph_sizes(graph_tokens)]
+        self._fixed = [layers.make_layer(group, size, *shape, capacity=world.size * size * topk,
+                                         **self._options) for size in _graph_sizes(graph_tokens)]
 
     def post_init_setup(self, fused_experts):
         """Check that the chosen experts take rows of one expert each.  vLLM calls it once for each layer.
@@ -192,7 +195,8 @@ class EpmoePrepareAndFinalize(_Base):
                 and a fixed number of rows takes the place of M.
 
         Raises:
-            NotImplementedError: When the experts want rows of a dtype that vLLM cannot make.
+            NotImplementedError: When the experts want rows of a dtype that vLLM cannot make, and with
+                VLLM_BATCH_INVARIANT=1 when one dynamic scale is for all rows.
             RuntimeError: In the capture of a CUDA graph, with more than graph_tokens tokens.
             ValueError, TypeError, EpError: As EPAll2AllLayer.dispatch.
 
@@ -204,6 +208,10 @@ class EpmoePrepareAndFinalize(_Base):
             raise NotImplementedError(f"the experts want rows of {quant_config.quant_dtype}, which vLLM has "
                                       f"no function to make: choose others with --moe-backend, for example "
                                       f"triton, or unset EPMOE_VLLM")
+        if quantizes and _is_batch_invariant() and _has_scale_of_all_rows(quant_config):
+            raise NotImplementedError("VLLM_BATCH_INVARIANT=1 with a dynamic scale of all rows: it depends "
+                                      "on the batch: choose a model with static scales, or with one for "
+                                      "each token or block, or unset VLLM_BATCH_INVARIANT")
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
                 raise ValueError(f"apply_router_weight_on_input with {topk_ids.shape[1]} experts for each "
@@ -214,7 +222,8 @@ class EpmoePrepareAndFinalize(_Base):
         most = self._most_tokens()
         layer = self._layer_of_fixed_size(a1, most)
         if layer is None:
-            rows, weights, self._layout = layers.dispatch(self._group, *call, self._num_physical)
+            rows, weights, self._layout = layers.dispatch(self._group, *call, self._num_physical,
+                                                          **self._options)
         else:
             rows, weights, self._layout = layer.dispatch(*call)
         self._num_rows = len(rows)
@@ -304,6 +313,17 @@ def _graph_sizes(most):
 def _workspace_grows():
     """Whether vLLM still fits the memory of its experts to the calls: until it has captured graphs."""
     return is_workspace_manager_initialized() and not current_workspace_manager().is_locked()
+
+
+def _is_batch_invariant():
+    """Whether vLLM was told that the results of a request must not depend on the others."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+
+
+def _has_scale_of_all_rows(config):
+    """Whether the rows of a rank are quantized with one scale, which is made of all of them."""
+    return (config.quant_dtype == torch.float8_e4m3fn and not config.per_act_token_quant
+            and config.block_shape is None and config.a1_scale is None)
 
 
 def _quantized(rows, config):
