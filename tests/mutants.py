@@ -82,7 +82,8 @@ CONCERN = {
     "epmoe/a2a/low_latency*": "low_latency errors_low_latency",
     "epmoe/a2a/ops.py": "layer_gradients errors_gradients fused_gradients moe_compile written_tensors",
     "epmoe/moe/parallel*": "moe_parallel shards",
-    "epmoe/comm/error_propagation.py": "errors_after errors_anywhere errors_gradients layer_gradients",
+    "epmoe/comm/error_propagation.py": "errors_after errors_anywhere errors_gradients layer_gradients "
+                                        "moe_arguments",
     "epmoe/reference.py": "stages plan_routing combine_sums moe_activations moe_module fp8 docstrings",
     "epmoe/comm/rendezvous.py": "world_meeting world_groups errors_meeting",
     "epmoe/moe/shards.py": "shards moe_experts",
