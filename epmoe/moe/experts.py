@@ -71,12 +71,16 @@ def takes(layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_weights: Te
     other operations.  Where something watches, a call without gradients has operators that keep nothing for
     a backward.
     """
+    return is_one_call(layer, weights) and (not watched or requires_grad(x, topk_weights, *weights))
+
+
+def is_one_call(layer: EPAll2AllLayer | LowLatencyAll2All, weights: Weights) -> bool:
+    """Whether the experts of a layer with these weights are one call of the module, or its operators."""
     gate_up, _, down, _ = weights
     return (layer.nodes is None and layer.dtype in (torch.bfloat16, torch.float16) and layer._copies == 1
             and gate_up.dtype == layer.dtype
             and gate_up.dim() == down.dim() == 3 and gate_up.is_contiguous() and down.is_contiguous()
-            and (layer.device.type == "cpu" or fits_kernels(*gate_up.shape[1:], *down.shape[1:]))
-            and (not watched or requires_grad(x, topk_weights, *weights)))
+            and (layer.device.type == "cpu" or fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
 
 
 def fits_kernels(*sizes: int) -> bool:

@@ -68,8 +68,13 @@ def numerics(moe: EPMoE) -> Numerics:
     of_ranks = "each rank adds up its rows of a token and rounds: pass rank_invariant=True"
     if moe.rank_invariant:
         of_ranks = _IN_FLOAT32 if moe.layer.dtype == torch.float32 else ""
-    reasons = {"batch_invariant": of_batch, "rank_invariant": of_ranks,
-               "trains_as_it_infers": "experts in FP8 have no gradients" if moe.is_fp8 else of_batch}
+    of_training = of_batch
+    if moe.is_fp8:
+        of_training = "experts in FP8 have no gradients"
+    elif not of_batch and not experts_ops.is_one_call(moe.layer, moe._weights()):
+        of_training = ("a training step with token_saving=False, or with weights that are not contiguous, "
+                       "applies the activation to the rounded product")
+    reasons = {"batch_invariant": of_batch, "rank_invariant": of_ranks, "trains_as_it_infers": of_training}
     return Numerics(**{name: not reason for name, reason in reasons.items()},
                     reasons={name: reason for name, reason in reasons.items() if reason})
 
