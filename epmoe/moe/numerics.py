@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from .module import EPMoE
 
 
-_IN_FLOAT32 = "products in float32 are those of torch, whose bits depend on the number of rows"
-
-
 @dataclasses.dataclass(frozen=True)
 class Numerics:
     """What epmoe promises for the bits of a module's results.
@@ -64,14 +61,16 @@ def numerics(moe: EPMoE) -> Numerics:
         {'rank_invariant': 'each rank adds up its rows of a token and rounds: pass rank_invariant=True'}
         >>> moe.finalize()
     """
-    of_batch = _batch_reason(moe)
-    of_ranks = "each rank adds up its rows of a token and rounds: pass rank_invariant=True"
-    if moe.rank_invariant:
-        of_ranks = _IN_FLOAT32 if moe.layer.dtype == torch.float32 else ""
+    of_products = _products_reason(moe)
+    of_batch = of_products or _batch_reason(moe)
+    of_ranks = of_products if moe.rank_invariant else (
+        "each rank adds up its rows of a token and rounds: pass rank_invariant=True")
+    with torch.no_grad():
+        weights = moe._weights()
     of_training = of_batch
     if moe.is_fp8:
         of_training = "experts in FP8 have no gradients"
-    elif not of_batch and not experts_ops.is_one_call(moe.layer, moe._weights()):
+    elif not of_batch and not experts_ops.is_one_call(moe.layer, weights):
         of_training = ("a training step with token_saving=False, or with weights that are not contiguous, "
                        "applies the activation to the rounded product")
     reasons = {"batch_invariant": of_batch, "rank_invariant": of_ranks, "trains_as_it_infers": of_training}
@@ -79,17 +78,22 @@ def numerics(moe: EPMoE) -> Numerics:
                     reasons={name: reason for name, reason in reasons.items() if reason})
 
 
-def _batch_reason(moe: EPMoE) -> str:
-    """Return why the results of a token may depend on its batch, or ""."""
+def _products_reason(moe: EPMoE) -> str:
+    """Return why a row of a product may depend on the other rows, or ""."""
     layer, on_gpu = moe.layer, moe.layer.device.type == "cuda"
-    if layer.nodes is not None:
-        return "not tested over several nodes"
     if layer.dtype == torch.float32:
-        return _IN_FLOAT32
+        return "products in float32 are those of torch, whose bits depend on the number of rows"
     if on_gpu and not experts_ops.fits_kernels(*moe.gate_up_proj.shape[1:], *moe.down_proj.shape[1:]):
         return "products with sizes that are no multiples of 16 are those of torch"
     if on_gpu and not capabilities(layer.device).has_hopper:
         return "not tested on GPUs other than those of compute capability 9.0"
+    return ""
+
+
+def _batch_reason(moe: EPMoE) -> str:
+    """Return why the sum of a token may depend on its batch, or ""."""
+    if moe.layer.nodes is not None:
+        return "not tested over several nodes"
     holds = [expert for expert in moe._holds if expert >= 0]
     if not moe.rank_invariant and len(set(holds)) < len(holds):
         return ("the place of a token in the batch chooses the replica of an expert, and each rank rounds "
