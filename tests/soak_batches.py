@@ -51,7 +51,8 @@ def make_modules(world, device, r, s, dtype):
                    weight_dtype=torch.float8_e4m3fn if fp8 else None)
     most = s.num_tokens
     ways = {"default": {}, "fused": {"fused": True}, "stages": {"fused": False},
-            "capacity": {"capacity": world.size * most * s.topk},
+            "capacity": {"capacity": world.size * most * s.topk} | (
+                {"rail_capacity": most} if isinstance(world, epmoe.Nodes) else {}),
             "other sizes": {"max_tokens": most + r.randint(1, 99), "num_sm": r.randint(1, 8),
                             "token_sorting": False, "reserve_sms": 16 if device.type == "cuda" else 0},
             "few": {"max_tokens": min(most, FEW)},

@@ -10,6 +10,7 @@ import soak_batches
 from cases import check_outcomes, outcome, same_bits
 from epmoe import reference
 from epmoe.testing import routing
+from nodes_cases import run_nodes
 
 H, I, E, K, T = 64, 48, 8, 3, 37
 
@@ -23,6 +24,16 @@ def test_numerics_do_not_depend_on_the_batch(ranks, dtype):
                 for number in range(3)]
 
     assert ranks(run, world_size=3) == [[0, 0, 0]] * ranks.size(3)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_numerics_do_not_depend_on_the_batch_over_nodes(dtype):
+    def run(nodes):
+        return [soak_batches.run_batch(nodes, torch.device("cpu"), 1, number, 25, False, dtype=dtype)
+                for number in range(2)]
+
+    assert run_nodes(run, 2, 2) == [[0, 0]] * 4
 
 
 @pytest.mark.cpu_only
@@ -191,6 +202,20 @@ def test_numerics_say_what_is_promised(ranks, options, batch, rank):
         assert [found["batch_invariant"], found["trains_as_it_infers"], found["rank_invariant"]] == [
             batch, trains, rank]
         assert {name for name, value in found.items() if value is False} == set(found["reasons"])
+
+
+@pytest.mark.cpu_only
+def test_numerics_over_nodes_say_what_is_promised():
+    def run(nodes):
+        moe = epmoe.EPMoE(16, 16, 8, 2, nodes, max_tokens=4, device="cpu")
+        found = epmoe.numerics(moe)
+        refused = outcome(lambda: epmoe.EPMoE(16, 16, 8, 2, nodes, rank_invariant=True, device="cpu"))
+        moe.finalize()
+        return found, refused
+
+    for found, refused in run_nodes(run, 2, 1):
+        assert found.batch_invariant and found.trains_as_it_infers and not found.rank_invariant
+        assert "ValueError" in refused.kinds and "use one node" in refused.text
 
 
 def test_numerics_refuse_what_cannot_be(ranks):

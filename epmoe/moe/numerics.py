@@ -62,7 +62,7 @@ def numerics(moe: EPMoE) -> Numerics:
         >>> moe.finalize()
     """
     of_products = _products_reason(moe)
-    of_batch = of_products or _batch_reason(moe)
+    of_batch = of_products or _replicas_reason(moe)
     of_ranks = of_products if moe.rank_invariant else (
         "each rank adds up its rows of a token and rounds: pass rank_invariant=True")
     with torch.no_grad():
@@ -70,7 +70,7 @@ def numerics(moe: EPMoE) -> Numerics:
     of_training = of_batch
     if moe.is_fp8:
         of_training = "experts in FP8 have no gradients"
-    elif not of_batch and not experts_ops.is_one_call(moe.layer, weights):
+    elif not of_batch and not experts_ops.is_one_call(getattr(moe.layer, "team_layer", moe.layer), weights):
         of_training = ("a training step with token_saving=False, or with weights that are not contiguous, "
                        "applies the activation to the rounded product")
     reasons = {"batch_invariant": of_batch, "rank_invariant": of_ranks, "trains_as_it_infers": of_training}
@@ -90,10 +90,8 @@ def _products_reason(moe: EPMoE) -> str:
     return ""
 
 
-def _batch_reason(moe: EPMoE) -> str:
-    """Return why the sum of a token may depend on its batch, or ""."""
-    if moe.layer.nodes is not None:
-        return "not tested over several nodes"
+def _replicas_reason(moe: EPMoE) -> str:
+    """Return why the sum of a token may depend on its place in the batch, or ""."""
     holds = [expert for expert in moe._holds if expert >= 0]
     if not moe.rank_invariant and len(set(holds)) < len(holds):
         return ("the place of a token in the batch chooses the replica of an expert, and each rank rounds "
