@@ -63,6 +63,7 @@ COMBINE_LOCAL: Final[int]
 COMBINE_SCATTER: Final[int]
 COMBINE_GATHER: Final[int]
 LOW_LATENCY: Final[int]
+LOW_LATENCY_SCATTER: Final[int]
 # EpOpKind
 OP_PLAN: Final[int]
 OP_DISPATCH: Final[int]

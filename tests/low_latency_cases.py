@@ -19,6 +19,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     num_buffers: int = 1
     num_sm: int | None = None
+    local: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Call:
 def make(world, device, shape):
     sizes = shape.max_tokens, shape.hidden, shape.topk, shape.num_local * world.size
     return epmoe.LowLatencyAll2All(world, *sizes, dtype=shape.dtype, device=device,
-                                   num_buffers=shape.num_buffers, num_sm=shape.num_sm)
+                                   num_buffers=shape.num_buffers, num_sm=shape.num_sm,
+                                   enable_local_combine=shape.local)
 
 
 def expert(rows, number):
@@ -138,6 +140,6 @@ def check_call(shape, call, results):
     if call.weights:
         weights = reference.dispatch_weights([w for _, _, w in inputs], plan)
     want = reference.combine(ys, plan, [idx for _, idx, _ in inputs], shape.num_local * size, weights,
-                             local_combine=True, fp8=call.returns_fp8)
+                             local_combine=shape.local, fp8=call.returns_fp8)
     for (_, _, _, out), expected in zip(results, want):
         assert torch.equal(out, expected.to(out.dtype))

@@ -48,7 +48,8 @@ def make_modules(world, device, r, s, dtype):
     options = dict(hidden=s.hidden, inner=s.inner, num_experts=s.num_experts, topk=s.topk,
                    ep_group=world, activation=s.activation, bias=s.bias, device=device,
                    dtype=torch.bfloat16 if fp8 else getattr(torch, dtype),
-                   weight_dtype=torch.float8_e4m3fn if fp8 else None)
+                   weight_dtype=torch.float8_e4m3fn if fp8 else None,
+                   rank_invariant=r.random() < 0.3 and not isinstance(world, epmoe.Nodes))
     most = s.num_tokens
     ways = {"default": {}, "fused": {"fused": True}, "stages": {"fused": False},
             "capacity": {"capacity": world.size * most * s.topk} | (

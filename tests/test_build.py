@@ -107,7 +107,7 @@ NO_NVCC = not shutil.which("nvcc")
 IN_THE_HEAD = [f"room for every rank in {name}" for name in ("NUM_SEND", "NUM_RECV", "RANK_ROWS", "SOURCES")]
 ACTIVATION = "gemm_params.h", "EP_ACT_SILU = 9,", "EP_ACT_SILU = 9, EP_ACT_NEW = 10,"
 KIND = "gemm_params.h", "EP_GEMM_WGRAD = 2,", "EP_GEMM_WGRAD = 2, EP_GEMM_NEW = 3,"
-MODE = "shape.h", "EP_LOW_LATENCY = 3,", "EP_LOW_LATENCY = 3, EP_COMBINE_NEW = 4,"
+MODE = "shape.h", "EP_LOW_LATENCY_SCATTER = 4,", "EP_LOW_LATENCY_SCATTER = 4, EP_COMBINE_NEW = 5,"
 DTYPE = "shape.h", 'X(BF16, 2, 2, "bfloat16")', 'X(BF16, 2, 2, "bfloat16") X(NEW, 3, 4, "new")'
 FP8 = "params.h", "EP_FP8_UE8M0 = 3,", "EP_FP8_UE8M0 = 3, EP_FP8_NEW = 4,"
 BARRIER = 'B(BARRIER, barrier, Barrier, "barrier")'

@@ -190,7 +190,8 @@ def test_errors_low_latency_combine(ranks):
 
 
 @pytest.mark.parametrize("shape, error, text", [(Shape(dtype=torch.float32), "TypeError", "not float32"),
-                                                (Shape(hidden=192), "ValueError", "multiple of 128")])
+                                                (Shape(hidden=192), "ValueError", "multiple of 128"),
+                                                (Shape(local=False), "ValueError", "enable_local_combine")])
 def test_errors_low_latency_sums_in_fp8(ranks, shape, error, text):
     """A layer whose sums cannot travel in FP8, and then fp8 that differs between ranks."""
 

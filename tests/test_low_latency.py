@@ -26,13 +26,13 @@ def run_calls(ranks, shape, calls, **options):
 
 
 @pytest.mark.parametrize("values", pairwise(
-    world_size=(4, 2, 1), dtype=(torch.bfloat16, torch.float16, torch.float32), layout=("masked", "compact")),
-    ids=lambda values: "-".join(map(str, values.values())))
+    world_size=(4, 2, 1), dtype=(torch.bfloat16, torch.float16, torch.float32), layout=("masked", "compact"),
+    local=(True, False)), ids=lambda values: "-".join(map(str, values.values())))
 def test_low_latency_dtypes_and_layouts(ranks, values):
-    world_size, dtype, layout = values.values()
+    world_size, dtype, layout, local = values.values()
     calls = [Call(seed=s, layout=layout, pattern=p, index_dtype=i, weights=s % 3 > 0)
              for s, (p, i) in enumerate(itertools.product(PATTERNS, (torch.int64, torch.int32)))]
-    run_calls(ranks, Shape(dtype=dtype, hidden=72), calls, world_size=world_size)
+    run_calls(ranks, Shape(dtype=dtype, hidden=72, local=local), calls, world_size=world_size)
 
 
 @pytest.mark.parametrize("num_sm", [1, 3])
@@ -93,7 +93,10 @@ def test_low_latency_error_of_sums_in_fp8(ranks):
 @pytest.mark.parametrize("shape", [
     Shape(max_tokens=1, topk=1, num_local=1, hidden=8), Shape(topk=32, num_local=40, max_tokens=3),
     Shape(max_tokens=130, topk=8, num_local=16, hidden=1096), Shape(max_tokens=600, topk=2, hidden=16),
-    Shape(num_sm=3), Shape(max_tokens=40, num_local=3, topk=3, hidden=7168)], ids=str)
+    Shape(num_sm=3), Shape(max_tokens=40, num_local=3, topk=3, hidden=7168),
+    Shape(max_tokens=130, topk=8, num_local=16, hidden=1096, local=False),
+    Shape(topk=32, num_local=40, max_tokens=3, local=False), Shape(num_sm=3, local=False),
+    Shape(max_tokens=1, topk=1, num_local=1, hidden=8, local=False)], ids=str)
 def test_low_latency_shapes(ranks, shape):
     run_calls(ranks, shape, [Call(seed=1), Call(seed=2, layout="compact", tokens="full")])
 
@@ -105,7 +108,8 @@ def test_low_latency_numbers_of_tokens(ranks, tokens):
 
 def test_low_latency_halves(ranks):
     calls = [Call(seed=s, halves=s % 2 == 0, layout=("masked", "compact")[s % 3 == 0]) for s in range(8)]
-    run_calls(ranks, Shape(), calls)
+    for local in (True, False):
+        run_calls(ranks, Shape(local=local), calls)
 
 
 @pytest.mark.parametrize("fp8", [False, True])

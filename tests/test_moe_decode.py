@@ -36,11 +36,13 @@ def test_moe_decode_depends_on_the_shape(shape, wanted):
                                 fused=2, combine_mode=_C.COMBINE_LOCAL)
     assert _C.layer_decodes(config) == wanted
     assert not _C.layer_decodes(config._replace(fused=1))
-    assert not _C.layer_decodes(config._replace(combine_mode=_C.COMBINE_SCATTER))
+    assert _C.layer_decodes(config._replace(combine_mode=_C.COMBINE_SCATTER)) == wanted
 
 
-@pytest.mark.parametrize("options", [{}, {"activation": "gpt_oss"}, {"bias": True}, {"dtype": torch.float32}],
-                         ids=str)
+@pytest.mark.parametrize("options", [
+    {}, {"activation": "gpt_oss"}, {"bias": True}, {"dtype": torch.float32}, {"rank_invariant": True},
+    {"rank_invariant": True, "dtype": torch.float16},
+    {"enable_local_combine": False, "combine_mode": "gather"}], ids=str)
 def test_moe_decode_has_the_bits_of_the_stages(ranks, options):
     def run(world, device):
         moe, results = make(world, device, **options), []

@@ -69,17 +69,22 @@ static void quantize_row(const EpComm *c, uint32_t fp8, const unsigned char *fro
     }
 }
 
+/* The weights [K] of token t of this rank. */
+static void my_weights(const EpLlDispatchParams *p, uint32_t t, float *to) {
+    const uint32_t K = p->comm.shape.num_topk;
+    for (uint32_t k = 0; k < K; k++) to[k] = p->weight ? p->weight[(uint64_t)t * K + k] : 1.0f;
+}
+
 /* Write token t as a slot has it, but without words: its row, or e4m3 numbers and their scales; then its
  * weights. */
 static void pack_token(const EpLlDispatchParams *p, uint32_t t, unsigned char *to) {
     const EpComm *c = &p->comm;
-    const uint32_t K = c->shape.num_topk;
     const unsigned char *from = (const unsigned char *)p->x + t * c->layout.row_bytes;
     if (p->fp8) quantize_row(c, p->fp8, from, to);
     else memcpy(to, from, c->layout.row_bytes);
     float weights[EP_MAX_TOPK];
-    for (uint32_t k = 0; k < K; k++) weights[k] = p->weight ? p->weight[(uint64_t)t * K + k] : 1.0f;
-    memcpy(to + ep_ll_weights_at(c), weights, 4ull * K);
+    my_weights(p, t, weights);
+    memcpy(to + ep_ll_weights_at(c), weights, 4ull * c->shape.num_topk);
 }
 
 /* Bytes of a token's numbers and scales in a slot. The weights come later. */
@@ -174,7 +179,7 @@ static bool place_token(const EpLlDispatchParams *p, uint32_t w, uint32_t t, con
     for (uint32_t k = 0; k < K; k++) {
         const uint32_t e = ((uint32_t)ep_ld_relaxed_sys_u64(route + k) & 0xffffu) - c->my_rank * L;
         uint32_t before = k;
-        if (mine) rows[k] = -1;
+        if (mine) rows[k] = ep_ll_row_elsewhere(&c->shape, w == c->my_rank, e + c->my_rank * L);
         if (e >= L) continue;
         for (uint32_t j = 0; j < k; j++)
             if (((uint32_t)ep_ld_relaxed_sys_u64(route + j) & 0xffffu) == e + c->my_rank * L && before == k)
@@ -189,9 +194,9 @@ static bool place_token(const EpLlDispatchParams *p, uint32_t w, uint32_t t, con
         place_row(p, from, e, first[e], i);
         rows[k] = (int32_t)ep_ll_row(&c->shape, p->is_masked, e, first[e], i);
     }
-    if (from)
-        memcpy(p->handle + h.weights_off + ep_ll_choices_at(&c->shape, w, t), from + ep_ll_weights_at(c),
-               4ull * K);
+    float *weights = (float *)(p->handle + h.weights_off + ep_ll_choices_at(&c->shape, w, t));
+    if (from) memcpy(weights, from + ep_ll_weights_at(c), 4ull * K);
+    else if (mine && w == c->my_rank) my_weights(p, t, weights);
     return true;
 }
 
@@ -253,20 +258,25 @@ void ep_cpu_ll_dispatch(const EpLlDispatchParams *p, uint32_t worker, uint32_t n
 
 /* ---- combine ---- */
 
+/* The row that this rank has for choice k of a source's token, or NULL. */
+static const unsigned char *row_of(const EpLlCombineParams *p, uint32_t source, uint32_t token, uint32_t k) {
+    const EpShape *s = &p->comm.shape;
+    const int32_t row = p->handle[ep_ll_handle(s).rows_off + ep_ll_choices_at(s, source, token) + k];
+    if (row < 0 || (uint64_t)row >= ep_ll_num_rows(s, p->is_masked)) return NULL;
+    return (const unsigned char *)p->rows + (uint64_t)row * p->comm.layout.row_bytes;
+}
+
 /* dst = the sum of the rows that this rank has for a source's token, in the order of its choices. */
 static void sum_choices(const EpLlCombineParams *p, uint32_t source, uint32_t token, void *dst) {
     const EpComm *c = &p->comm;
     const EpLlHandle h = ep_ll_handle(&c->shape);
     const uint64_t at = ep_ll_choices_at(&c->shape, source, token);
-    const uint64_t num_rows = ep_ll_num_rows(&c->shape, p->is_masked);
     const void *rows[EP_MAX_TOPK];
     float weights[EP_MAX_TOPK];
     uint32_t num = 0;
     for (uint32_t k = 0; k < c->shape.num_topk; k++) {
-        const int32_t row = p->handle[h.rows_off + at + k];
-        if (row < 0 || (uint64_t)row >= num_rows) continue;
-        memcpy(&weights[num], &p->handle[h.weights_off + at + k], 4);
-        rows[num++] = (const unsigned char *)p->rows + (uint64_t)row * c->layout.row_bytes;
+        if ((rows[num] = row_of(p, source, token, k)) == NULL) continue;
+        memcpy(&weights[num++], &p->handle[h.weights_off + at + k], 4);
     }
     ep_cpu_sum_rows(dst, rows, weights, num, c->shape.dtype, c->shape.hidden);
 }
@@ -295,6 +305,18 @@ static void return_token(const EpLlCombineParams *p, uint32_t source, uint32_t t
         const float scale = ep_cpu_quantize(numbers, sum + 2ull * g * EP_FP8_GROUP, c->shape.dtype, p->fp8);
         put_words(to, (uint64_t)g * EP_FP8_GROUP, numbers, EP_FP8_GROUP);
         put_words(to, ep_ll_scales_at(c) + 4ull * g, &scale, 4);
+    }
+}
+
+/* Mode SCATTER: return each row that this rank has for a source's token. */
+static void return_choices(const EpLlCombineParams *p, uint32_t source, uint32_t token, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    for (uint32_t k = 0; k < c->shape.num_topk; k++) {
+        const unsigned char *row = row_of(p, source, token, k);
+        ep_chaos(EP_CHAOS_FLAG_PUBLISH);
+        if (row)
+            put_words(ep_ll_slot(c, source, c->shape.num_ranks + k, token, epoch), 0, row,
+                      c->layout.row_bytes);
     }
 }
 
@@ -335,14 +357,40 @@ static bool finish_block(const EpLlCombineParams *p, uint32_t t, uint32_t at, ui
     return true;
 }
 
+/* Mode SCATTER: the same for the rows of token t, in the order of the choices. */
+static bool finish_choices(const EpLlCombineParams *p, uint32_t t, uint32_t at, uint32_t n, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const EpShape *s = &c->shape;
+    const EpLlHandle h = ep_ll_handle(s);
+    const uint64_t size = ep_dtype_bytes(s->dtype), choices = ep_ll_choices_at(s, c->my_rank, t);
+    float numbers[EP_MAX_TOPK][BLOCK], weights[EP_MAX_TOPK];
+    const void *rows[EP_MAX_TOPK];
+    uint32_t num = 0;
+    for (uint32_t k = 0; k < s->num_topk; k++) {
+        const unsigned char *row = row_of(p, c->my_rank, t, k);
+        const uint32_t rank = ep_ll_rank_of(s, p->handle[h.rows_off + choices + k]);
+        if (!row && rank == EP_MAX_RANKS) continue;
+        const Arriving a = {c, ep_ll_slot(c, c->my_rank, s->num_ranks + k, t, epoch),
+                            ep_fault_at(EP_OP_LL_COMBINE, rank, EP_WORD_SLOT, epoch)};
+        if (!row && !take_words(&a, at * size, numbers[num], n * size)) return false;
+        rows[num] = row ? row + at * size : (const void *)numbers[num];
+        memcpy(&weights[num++], &p->handle[h.weights_off + choices + k], 4);
+    }
+    ep_cpu_sum_rows((unsigned char *)p->out + t * c->layout.row_bytes + at * size, rows, weights, num,
+                    s->dtype, n);
+    return true;
+}
+
 /* Add up token t of this rank. */
 static bool finish_token(const EpLlCombineParams *p, uint32_t t, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const uint32_t H = c->shape.hidden, me = c->my_rank;
-    if ((uint32_t)p->handle[ep_ll_handle(&c->shape).targets_off + t] >> me & 1u)
+    const bool by_choice = c->shape.combine_mode == EP_LOW_LATENCY_SCATTER;
+    if (!by_choice && (uint32_t)p->handle[ep_ll_handle(&c->shape).targets_off + t] >> me & 1u)
         sum_choices(p, me, t, ep_ll_slot(c, me, me, t, epoch));
     for (uint32_t at = 0; at < H; at += BLOCK)
-        if (!finish_block(p, t, at, H - at < BLOCK ? H - at : BLOCK, epoch)) return false;
+        if (!(by_choice ? finish_choices : finish_block)(p, t, at, H - at < BLOCK ? H - at : BLOCK, epoch))
+            return false;
     return true;
 }
 
@@ -350,12 +398,13 @@ void ep_cpu_ll_combine(const EpLlCombineParams *p, uint32_t worker, uint32_t num
     const EpComm *c = &p->comm;
     const uint64_t epoch = ep_begin(c);
     const EpLlHead mine = ep_ll_combine_head(p);
-    const bool is_good = (mine.call & 0xffu) == 0;
+    const bool is_good = (mine.call & 0xffu) == 0,
+               by_choice = c->shape.combine_mode == EP_LOW_LATENCY_SCATTER;
     if (epoch && p->parts & EP_LL_SEND) {
         if (worker == 0) ep_ll_enter(c, mine, epoch);
         for (uint32_t w = 0; w < c->shape.num_ranks && is_good; w++)
             for (uint32_t t = worker; t < ep_ll_tokens_of(p, w) && w != c->my_rank; t += num_workers)
-                return_token(p, w, t, epoch);
+                (by_choice ? return_choices : return_token)(p, w, t, epoch);
     }
     if (!(p->parts & EP_LL_RECEIVE)) return;
     EpLlHead heads[EP_MAX_RANKS];

@@ -12,7 +12,7 @@
 void ep_cpu_enter(const EpComm *c, uint32_t op) {
     uint64_t epoch = ep_begin(c);
     if (epoch == 0) return;
-    if (c->shape.combine_mode == EP_LOW_LATENCY) {
+    if (ep_is_low_latency(&c->shape)) {
         EpLlHead heads[EP_MAX_RANKS];
         ep_ll_propagate_error(c, op, epoch, heads);
     } else {
@@ -214,7 +214,7 @@ static void put_choice(const EpCombineParams *p, unsigned char *to, int32_t row)
 
 /* Return one slot of rank s: the sum of its rows (LOCAL), or each row by itself (SCATTER). */
 static void return_slot(const EpCombineParams *p, uint32_t s, uint32_t slot) {
-    EP_HANDLES_ALL(EP_NUM_COMBINE_MODES, 4); /* as in the functions below */
+    EP_HANDLES_ALL(EP_NUM_COMBINE_MODES, 5); /* as in the functions below */
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk, num = 0;
     const int32_t *record = p->recv + ep_record_at(&c->shape, s, slot);

@@ -57,9 +57,10 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
     if (s->max_tokens < 1 || (uint64_t)s->max_tokens * s->num_topk * s->num_ranks >= 1ull << 31)
         return ep_error(EP_EINVAL, "max_tokens %u: ranks * max_tokens * topk must be in [1, 2^31)",
                         s->max_tokens);
-    if (s->combine_mode > EP_LOW_LATENCY)
-        return ep_error(EP_EINVAL, "combine mode %u: must be at most %u", s->combine_mode, EP_LOW_LATENCY);
-    if (s->combine_mode == EP_LOW_LATENCY) EP_TRY(check_low_latency(s));
+    if (s->combine_mode >= EP_NUM_COMBINE_MODES)
+        return ep_error(EP_EINVAL, "combine mode %u: must be at most %u", s->combine_mode,
+                        EP_NUM_COMBINE_MODES - 1);
+    if (ep_is_low_latency(s)) EP_TRY(check_low_latency(s));
     if (s->capacity < 1 || s->capacity >= 1u << 31)
         return ep_error(EP_EINVAL, "capacity %u: must be 1 to 2^31 - 1 rows", s->capacity);
     const uint64_t L = s->num_experts / s->num_ranks;
@@ -118,7 +119,8 @@ static const char *value_name(Kind kind, uint32_t value, char text[16]) {
     static const char *const modes[] = {[EP_COMBINE_LOCAL] = "local",
                                         [EP_COMBINE_SCATTER] = "scatter",
                                         [EP_COMBINE_GATHER] = "gather",
-                                        [EP_LOW_LATENCY] = "low latency"};
+                                        [EP_LOW_LATENCY] = "low latency",
+                                        [EP_LOW_LATENCY_SCATTER] = "low latency by choice"};
     _Static_assert(sizeof modes / sizeof modes[0] == EP_NUM_COMBINE_MODES, "every mode has a name");
     if (kind == DTYPE) return ep_dtype_name(value);
     if (kind == MODE && value < EP_NUM_COMBINE_MODES) return modes[value];

@@ -183,10 +183,10 @@ static int launch(const EpLayer *l, EpOpKind op, const EpOpParams *p, void *stre
     return ep_error(EP_EINVAL, "operation %u: must be an EpOpKind with arguments", op);
 }
 
-/* A layer of mode EP_LOW_LATENCY has the low-latency operations, and every other layer the others. */
+/* A low-latency layer has the low-latency operations, and every other layer the others. */
 static int check_kind(const EpLayer *l, uint32_t op) {
     const bool is_ll = op == EP_OP_LL_DISPATCH || op == EP_OP_LL_COMBINE;
-    if (is_ll == (l->config.shape.combine_mode == EP_LOW_LATENCY)) return 0;
+    if (is_ll == ep_is_low_latency(&l->config.shape)) return 0;
     return ep_error(EP_EINVAL, "a layer of LowLatencyAll2All has the low-latency operations only, and no "
                                "other layer has them");
 }

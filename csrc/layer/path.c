@@ -26,7 +26,7 @@ bool ep_layer_has_many_rows(const EpShape *s) {
 }
 
 bool ep_layer_decodes(const EpLayerConfig *c) {
-    return c->fused != EP_FUSED_ALWAYS && c->shape.combine_mode == EP_COMBINE_LOCAL &&
+    return c->fused != EP_FUSED_ALWAYS &&
            c->shape.max_tokens / ep_layer_num_copies(c) <= MOST_DECODED_TOKENS &&
            !ep_layer_has_many_rows(&c->shape);
 }

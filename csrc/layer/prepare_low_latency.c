@@ -92,6 +92,10 @@ int ep_prepare_ll_combine(EpLayer *l, const EpCommBuffer *b, const EpLlCombineAr
     const EpShape *s = &l->config.shape;
     EP_TRY(check_parts(a->parts));
     EP_TRY(check_fp8(l, a->fp8, EP_FP8_SCALED));
+    /* Rows of this rank itself would not be rounded. */
+    if (a->fp8 && s->combine_mode == EP_LOW_LATENCY_SCATTER)
+        return ep_error(EP_EINVAL, "fp8 combine: each rank must add up its rows first: create the layer with "
+                                   "enable_local_combine=True");
     EP_TRY(ep_layer_check_num_tokens(l, "output", a->out));
     EP_TRY(ep_layer_check_rows(l, "output", a->out, -1));
     EP_TRY(check_rows(l, a->rows, s->dtype, a->is_masked != 0));

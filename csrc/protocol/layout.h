@@ -51,6 +51,7 @@ typedef struct {
     uint32_t num_count_cells; /* E + W + EP_WRONG_CELLS */
     uint32_t num_row_blocks;  /* row blocks of EP_TILE_ROWS rows */
     uint32_t num_pieces;      /* low latency: pieces of a row */
+    uint32_t slots_of_token;  /* low latency: slots of a bank for each token; see ep_ll_slot */
 } EpCommLayout;
 
 EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
@@ -70,11 +71,12 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     l.local_off = ep_take(&at, sizeof(EpLocal), EP_LINE);
     l.scratch_off = ep_take(&at, 4ull * EP_PLAN_CTAS * (l.num_count_cells + 2 * s->num_experts), EP_LINE);
     l.ready_off = ep_take(&at, 8ull * l.num_row_blocks, EP_LINE);
-    const bool is_ll = s->combine_mode == EP_LOW_LATENCY;
+    const bool is_ll = ep_is_low_latency(s);
     l.num_pieces = (uint32_t)(ep_align_u64(l.row_bytes, 16 * EP_PIECE_VECS) / (16 * EP_PIECE_VECS));
     l.ll_head_off = ep_take(&at, is_ll ? 2 * w * EP_LINE : 0, EP_LINE);
     l.ll_route_off = ep_take(&at, is_ll ? 16 * slots * s->num_topk : 0, EP_LINE);
-    stage = (is_ll ? EP_LL_BANKS : 1) * slots * l.slot_stride;
+    l.slots_of_token = s->num_ranks + (s->combine_mode == EP_LOW_LATENCY_SCATTER ? s->num_topk : 0);
+    stage = (is_ll ? (uint64_t)EP_LL_BANKS * l.slots_of_token * s->max_tokens : slots) * l.slot_stride;
     if (s->combine_mode == EP_COMBINE_SCATTER)
         stage = ep_max_u64(stage, (uint64_t)s->max_tokens * s->num_topk * l.choice_stride);
     if (s->combine_mode == EP_COMBINE_GATHER) stage = ep_max_u64(stage, s->capacity * l.choice_stride);
@@ -140,6 +142,6 @@ EP_PURE uint64_t ep_recv_words(const EpShape *s) { return ep_record_at(s, s->num
 EP_STATIC_ASSERT(EP_HEAD_NUM_RECV - EP_HEAD_NUM_SEND >= EP_MAX_RANKS, "room for every rank in NUM_SEND");
 EP_STATIC_ASSERT(EP_HEAD_RANK_ROWS - EP_HEAD_NUM_RECV >= EP_MAX_RANKS, "room for every rank in NUM_RECV");
 EP_STATIC_ASSERT(EP_HEAD_WORDS - EP_HEAD_RANK_ROWS >= EP_MAX_RANKS, "room for every rank in RANK_ROWS");
-EP_HANDLES_ALL(EP_NUM_COMBINE_MODES, 4); /* ep_comm_layout: the staging buffer */
+EP_HANDLES_ALL(EP_NUM_COMBINE_MODES, 5); /* ep_comm_layout: the staging buffer */
 
 #endif /* EP_LAYOUT_H */

@@ -9,7 +9,8 @@
  *   head    what a rank tells every peer about its operation: two cells
  *   route   one cell for each choice of each token, to every peer: the expert
  *   slot    a token's row on its way: the row (or e4m3 numbers, then f32 scales), then f32 weight[K].
- *           On the way back: the sum of its rows at an expert's rank (or e4m3 numbers, then f32 scales)
+ *           On the way back: the sum of its rows at an expert's rank (or e4m3 numbers, then f32 scales);
+ *           in mode EP_LOW_LATENCY_SCATTER, which has a slot for each choice too, the row of the choice
  *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. On a GPU, a warp moves one at
  *           a time.
  *
@@ -60,8 +61,10 @@ EP_STATIC_ASSERT(EP_LL_HEAD_WORDS - EP_LL_SOURCES >= EP_MAX_RANKS, "room for eve
 typedef struct {
     uint64_t offsets_off; /* [L + 1] compact: the first row of each local expert; the last entry is M */
     uint64_t targets_off; /* [max_tokens] bit r: rank r returns a sum for this rank's token */
-    uint64_t rows_off;    /* [W][max_tokens][K] row of a source's choice at this rank; -1: none */
-    uint64_t weights_off; /* [W][max_tokens][K] its weight, f32 */
+    /* [W][max_tokens][K] row of a source's choice at this rank. Without one: for a choice of this rank's own
+     * token at rank r -2 - r, else -1. */
+    uint64_t rows_off;
+    uint64_t weights_off; /* [W][max_tokens][K] the weight of a row, and of all choices of own tokens, f32 */
     uint64_t num_words;
 } EpLlHandle;
 EP_PURE EpLlHandle ep_ll_handle(const EpShape *s) {
@@ -78,6 +81,15 @@ EP_PURE EpLlHandle ep_ll_handle(const EpShape *s) {
 /* The place of a source's token in rows_off and weights_off, relative to it. */
 EP_PURE uint64_t ep_ll_choices_at(const EpShape *s, uint32_t source, uint32_t token) {
     return ((uint64_t)source * s->max_tokens + token) * s->num_topk;
+}
+/* What rows_off has for a choice whose expert, of all ranks, is e and has no row here. */
+EP_PURE int32_t ep_ll_row_elsewhere(const EpShape *s, bool is_own, uint32_t expert) {
+    return is_own && expert < s->num_experts ? -2 - (int32_t)(expert / ep_num_local_experts(s)) : -1;
+}
+/* The rank that a number of rows_off names, or EP_MAX_RANKS. A handle that was overwritten names no wrong
+ * one. */
+EP_PURE uint32_t ep_ll_rank_of(const EpShape *s, int32_t row) {
+    return row <= -2 && row >= -1 - (int32_t)s->num_ranks ? (uint32_t)(-2 - row) : EP_MAX_RANKS;
 }
 /* The row of the i-th token of local expert e, whose first row is first[e] without gaps. */
 EP_PURE uint64_t ep_ll_row(const EpShape *s, bool is_masked, uint32_t expert, uint32_t first, uint32_t i) {
@@ -104,11 +116,12 @@ EP_PURE uint64_t ep_ll_smem_bytes(const EpShape *s) {
 
 /* ---- slots ---- */
 
-/* The slot of token `token` of of_rank, in the bank of an operation. */
-EP_FN unsigned char *ep_ll_slot(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
+/* A slot of token `token`, in the bank of an operation. of: the rank whose token or sum it is; in mode
+ * EP_LOW_LATENCY_SCATTER also W + k, for the row of choice k. */
+EP_FN unsigned char *ep_ll_slot(const EpComm *c, uint32_t at_rank, uint32_t of, uint32_t token,
                                 uint64_t epoch) {
     const uint64_t bank = epoch % (EP_FAULT(ONE_BANK) ? 1 : EP_LL_BANKS);
-    const uint64_t line = (bank * c->shape.num_ranks + of_rank) * c->shape.max_tokens + token;
+    const uint64_t line = (bank * c->layout.slots_of_token + of) * c->shape.max_tokens + token;
     return c->base[at_rank] + c->layout.stage_off + line * c->layout.slot_stride;
 }
 /* A value as a word of a slot, and the value of a word that has arrived. The value with all bits set is NaN
@@ -314,7 +327,7 @@ EP_FN uint64_t ep_ll_void_epoch(const EpComm *c) { return ep_ld_relaxed_gpu_u64(
  * share. All workers call it in every operation, after they have the verdict about the heads of all peers. */
 EP_FN void ep_ll_clear_void(const EpComm *c, uint64_t void_epoch, uint32_t worker, uint32_t num_workers,
                             uint64_t epoch) {
-    const uint32_t num_slots = c->shape.num_ranks * c->shape.max_tokens;
+    const uint32_t num_slots = c->layout.slots_of_token * c->shape.max_tokens;
     if (void_epoch + 1 != epoch || EP_FAULT(NO_CLEAR)) return;
     for (uint32_t i = worker; i < num_slots; i += num_workers) {
         uint64_t *slot = (uint64_t *)ep_ll_slot(c, c->my_rank, i / c->shape.max_tokens,

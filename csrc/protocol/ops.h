@@ -126,7 +126,7 @@ typedef enum {
     X(S, U32, requires_grad)           \
     X(S, U32, kind)
 
-/* For a layer of mode EP_LOW_LATENCY. x [T][H], indices [T][K] i32 or i64, weight f32 [T][K]; handle i32
+/* For a low-latency layer. x [T][H], indices [T][K] i32 or i64, weight f32 [T][K]; handle i32
  * [ep_ll_handle_words], for combine. Masked: rows [L][W * max_tokens][H] and scales [L][lines][..]; else rows
  * [capacity][H] and scales [lines][..], where a line has a multiple of 4 scales, at least as many as there
  * are rows. Scales are f32 with H / 128 lines, or for UE8M0 i32 with H / 512 lines. counts i32 [L]: the rows
@@ -284,7 +284,7 @@ typedef enum {
     X(S, OWN, d_weight) \
     X(S, OWN_OUT_OPTIONAL, d_gate_up)   
 
-/* The experts of few tokens, in a layer of mode EP_LOW_LATENCY: ll_dispatch into compact rows, both products,
+/* The experts of few tokens, in a low-latency layer: ll_dispatch into compact rows, both products,
  * ll_combine. handle, rows and counts are as there; a [capacity][I], out_rows [capacity][H], out [T][H]. */
 #define EP_ARGS_ll_experts(X, S)     \
     X(S, TENSOR, x)                  \

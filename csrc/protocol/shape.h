@@ -33,7 +33,10 @@ typedef enum {
     EP_COMBINE_LOCAL = 0,
     EP_COMBINE_SCATTER = 1,
     EP_COMBINE_GATHER = 2,
-    EP_LOW_LATENCY = 3, /* not a form of combine, but a layer with other operations (low_latency.h) */
+    /* Not forms of combine, but layers with other operations (low_latency.h). The second one returns a row
+     * per choice. */
+    EP_LOW_LATENCY = 3,
+    EP_LOW_LATENCY_SCATTER = 4,
     EP_NUM_COMBINE_MODES
 } EpCombineMode;
 
@@ -48,6 +51,7 @@ typedef struct {
     uint32_t capacity;     /* upper limit of M on every rank */
 } EpShape;
 
+EP_PURE bool ep_is_low_latency(const EpShape *s) { return s->combine_mode >= EP_LOW_LATENCY; }
 EP_PURE uint32_t ep_num_local_experts(const EpShape *s) { return s->num_experts / s->num_ranks; }
 /* Bytes of an element; 0 if the number is no EpDtype. */
 EP_PURE uint32_t ep_dtype_bytes(uint32_t dtype) {

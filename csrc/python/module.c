@@ -38,6 +38,7 @@ static const struct {
     {"COMBINE_SCATTER", EP_COMBINE_SCATTER},
     {"COMBINE_GATHER", EP_COMBINE_GATHER},
     {"LOW_LATENCY", EP_LOW_LATENCY},
+    {"LOW_LATENCY_SCATTER", EP_LOW_LATENCY_SCATTER},
 #define X(NAME, name, Type, text) {"OP_" #NAME, EP_OP_##NAME},
     EP_OPERATIONS(X, X)
 #undef X

@@ -196,6 +196,8 @@ class LowLatencyAll2All(CollectiveLayer):
             for each micro-batch.
         num_sm: CUDA: the most thread blocks of a kernel, by default all SMs.  CPU: worker threads, by default
             1.
+        enable_local_combine: Sum at the expert's rank first.  False: return a row for each choice; see
+            combine.
         reserve_sms: As for EPAll2AllLayer.
         heap: A SymmetricHeap to share with other layers, or None: a heap of its own.
         timeout_s: As for World.
@@ -243,8 +245,9 @@ class LowLatencyAll2All(CollectiveLayer):
 
     def __init__(self, ep_group: Group, max_tokens: int, hidden: int, topk: int, num_experts: int, *,
                  dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
-                 num_buffers: int = 1, num_sm: int | None = None, reserve_sms: int = 0,
-                 heap: SymmetricHeap | None = None, timeout_s: float | None = None) -> None:
+                 num_buffers: int = 1, num_sm: int | None = None, enable_local_combine: bool = True,
+                 reserve_sms: int = 0, heap: SymmetricHeap | None = None,
+                 timeout_s: float | None = None) -> None:
         world = world_of(ep_group, heap, timeout_s)
         try:
             if not isinstance(world, World):
@@ -272,7 +275,8 @@ class LowLatencyAll2All(CollectiveLayer):
             # A token has one row at an expert, so more rows than these cannot arrive.
             self._most_tokens = self.world_size * self.max_tokens
             self.capacity = self._most_tokens * min(self.topk, self.num_local_experts)
-            self._config = self._make_config(_C.LOW_LATENCY, reserve_sms)
+            mode = _C.LOW_LATENCY if enable_local_combine else _C.LOW_LATENCY_SCATTER
+            self._config = self._make_config(mode, reserve_sms)
             num_bytes = _C.layer_bytes(self._config)
             if timeout_s is not None:
                 world.set_timeout(timeout_s)
@@ -388,9 +392,13 @@ class LowLatencyAll2All(CollectiveLayer):
                 out: Tensor | None = None) -> Tensor:
         """Return the experts' rows to the ranks of their tokens, and add them up there.  Collective.
 
-        The sums are those of EPAll2AllLayer with enable_local_combine, bit for bit:
+        The sums are those of EPAll2AllLayer with the same enable_local_combine, bit for bit:
 
-            y[t] = round(sum over ranks r = 0, 1, ... of round(sum over k at r of w_k * row_k))
+            enable_local_combine:  y[t] = round(sum over ranks r = 0, 1, ... of
+                                                round(sum over k at r of w_k * row_k))
+            otherwise:             y[t] = round(sum over k = 0, 1, ... of w_k * row_k)
+
+        The second one sends more rows, and does not depend on the number of ranks.
 
         With fp8, each inner sum that crosses between two ranks is quantised after it was rounded, and so the
         result has an error: docs/decode.md#lowlatencyall2all.
@@ -400,7 +408,8 @@ class LowLatencyAll2All(CollectiveLayer):
             handle: What dispatch returned.
             fp8: Whether sums travel as float8_e4m3fn with a float32 scale for each 128 numbers, the largest
                 magnitude / 448: about half of the bytes.  The same on all ranks, and independent of the
-                dispatch's fp8.  The layer's dtype must be bfloat16 or float16, and H a multiple of 128.
+                dispatch's fp8.  The layer's dtype must be bfloat16 or float16, H a multiple of 128, and
+                enable_local_combine True.
             out: None, or a contiguous [T, H] tensor of the layer's dtype to write and return.  It shares no
                 memory with y or the handle.
 

@@ -29,9 +29,13 @@ class _Path(LowLatencyAll2All):
 
 def create(layer: EPAll2AllLayer, max_tokens: int,
            kind: type[LowLatencyAll2All] = LowLatencyAll2All) -> LowLatencyAll2All:
-    """Return a LowLatencyAll2All of a layer's shape, which uses no more SMs than the layer.  Collective."""
+    """Return a LowLatencyAll2All of a layer's shape and with its sums.  Collective.
+
+    It uses no more SMs than the layer.
+    """
     return kind(layer.world, max_tokens, layer.hidden, layer.topk * layer._copies, layer.num_experts,
                 dtype=layer.dtype, device=layer.device, num_sm=layer._requested_num_sm,
+                enable_local_combine=layer._config.combine_mode == _C.COMBINE_LOCAL,
                 reserve_sms=layer._config.reserve_sms)
 
 

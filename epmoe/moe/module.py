@@ -538,8 +538,7 @@ class EPMoE(nn.Module):
             max_tokens: The most tokens of a rank in a call with decode=True; see LowLatencyAll2All.
 
         Raises:
-            ValueError: On this rank, for max_tokens out of range, where there is such a path already, and
-                with rank_invariant.
+            ValueError: On this rank, for max_tokens out of range, and where there is such a path already.
             EpError: As the creation of a LowLatencyAll2All.
 
         Examples:
@@ -553,10 +552,6 @@ class EPMoE(nn.Module):
             torch.Size([2, 16])
             >>> moe.finalize()
         """
-        if self.rank_invariant:
-            raise ValueError("the low-latency path adds up the rows of each rank first, so its sums depend "
-                             "on the number of ranks: leave rank_invariant out, or decode with a second "
-                             "module of few max_tokens (docs/decode.md)")
         if self.layer.low_latency is not None:
             raise ValueError("this module, or one that shares its layer, has a decode path already")
         self.layer.low_latency = decoding.create(self.layer, max_tokens)

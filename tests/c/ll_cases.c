@@ -25,28 +25,36 @@ static void place(LlCase *c, uint32_t r) {
     }
 }
 
-/* Each rank adds up its rows in the order of choices, and rounds. The source adds up these in the order of
- * ranks, and rounds. */
+/* The sum of a token's rows at rank r, times their weights, in the order of choices; of all ranks if r is
+ * EP_MAX_RANKS. */
+static float sum_at(const LlCase *c, uint32_t w, uint32_t t, uint32_t r, uint32_t h) {
+    const EpShape *s = &c->base.shape;
+    const uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks;
+    float sum = 0;
+    for (uint32_t k = 0; k < K; k++) {
+        const int32_t e = c->base.expert[w][t * K + k];
+        if (e < 0 || (r != EP_MAX_RANKS && (uint32_t)e / L != r)) continue;
+        const float weight = c->base.has_weight ? c->base.weight[w][t * K + k] : 1.0f;
+        const float term = weight * load_number(c->y[(uint32_t)e / L], s->dtype,
+                                                (uint64_t)c->row[w][t * K + k] * s->hidden + h);
+        sum += term;
+    }
+    return sum;
+}
+
+/* Each rank adds up its rows, and rounds. The source adds up these in the order of ranks, and rounds. In mode
+ * EP_LOW_LATENCY_SCATTER the source adds up all rows. */
 static void expect_out(LlCase *c, uint32_t w, uint32_t t) {
     const EpShape *s = &c->base.shape;
-    const uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks, H = s->hidden;
     float cell;
-    for (uint32_t h = 0; h < H; h++) {
+    for (uint32_t h = 0; h < s->hidden; h++) {
         float sum = 0;
         for (uint32_t r = 0; r < s->num_ranks; r++) {
-            float part = 0;
-            for (uint32_t k = 0; k < K; k++) {
-                const int32_t e = c->base.expert[w][t * K + k];
-                if (e < 0 || (uint32_t)e / L != r) continue;
-                const float weight = c->base.has_weight ? c->base.weight[w][t * K + k] : 1.0f;
-                const float term =
-                    weight * load_number(c->y[r], s->dtype, (uint64_t)c->row[w][t * K + k] * H + h);
-                part += term;
-            }
-            store_number(&cell, s->dtype, 0, part);
+            store_number(&cell, s->dtype, 0, sum_at(c, w, t, r, h));
             sum += load_number(&cell, s->dtype, 0);
         }
-        store_number(c->out[w], s->dtype, (uint64_t)t * H + h, sum);
+        if (s->combine_mode == EP_LOW_LATENCY_SCATTER) sum = sum_at(c, w, t, EP_MAX_RANKS, h);
+        store_number(c->out[w], s->dtype, (uint64_t)t * s->hidden + h, sum);
     }
 }
 

@@ -169,7 +169,7 @@ static bool run_ll_step(Rank *me, const LlCase *c, uint32_t buffer, bool halves)
     if (halves) CHECK_CODE(me, 0, ll_combine(&st, 0, EP_LL_SEND));
     CHECK_CODE(me, 0, ll_combine(&st, 0, parts));
     TRY(check_ll_combine(&st));
-    if (c->fp8) {
+    if (c->fp8 && c->base.shape.combine_mode == EP_LOW_LATENCY) {
         if (halves) CHECK_CODE(me, 0, ll_combine(&st, EP_FP8_SCALED, EP_LL_SEND));
         CHECK_CODE(me, 0, ll_combine(&st, EP_FP8_SCALED, parts));
         TRY(check_ll_combine_fp8(&st));
@@ -226,7 +226,10 @@ bool test_ll_steps(void) {
             EpLayerConfig config = ll_config(num_ranks, 1 + seed % 4, 1 + (seed * 3 + 3) % 5, 5 + seed % 6,
                                              hiddens[seed % 5], (uint32_t)(seed / 2 + test_seed) % 3);
             config.num_sm = num_sm;
-            TRY(run_ll(&config, ll_steps_body, scaled(seed % 4 == 3 ? 10 : 40), 0, seed));
+            for (uint32_t mode = EP_LOW_LATENCY; mode < EP_NUM_COMBINE_MODES; mode++) {
+                config.shape.combine_mode = mode;
+                TRY(run_ll(&config, ll_steps_body, scaled(seed % 4 == 3 ? 5 : 20), 0, seed));
+            }
         }
     return true;
 }
@@ -323,8 +326,12 @@ static bool ll_error_propagation_body(Rank *me, void *arg) {
     return true;
 }
 bool test_ll_error_propagation(void) {
-    const EpLayerConfig config = ll_config(3, 2, 3, 8, 16, EP_F32);
-    return run_ll(&config, ll_error_propagation_body, scaled(20) + 2, 0, ROUTE_FULL);
+    EpLayerConfig config = ll_config(3, 2, 3, 8, 16, EP_F32);
+    for (uint32_t mode = EP_LOW_LATENCY; mode < EP_NUM_COMBINE_MODES; mode++) {
+        config.shape.combine_mode = mode;
+        TRY(run_ll(&config, ll_error_propagation_body, scaled(10) + 2, 0, ROUTE_FULL));
+    }
+    return true;
 }
 
 /* A rank that propagates an error clears every slot of the operation before, if that was void. Otherwise a
@@ -333,17 +340,18 @@ bool test_ll_propagated_error_clears_slots(void) {
     static EpHostWords host;
     EpLlHead heads[EP_MAX_RANKS];
     const uint64_t epoch = 9;
-    EpComm c = {.shape = {1, 2, 1, 5, 16, EP_F32, EP_LOW_LATENCY, 5}, .status = EP_EINVAL, .host = &host};
+    EpComm c = {
+        .shape = {1, 2, 1, 5, 16, EP_F32, EP_LOW_LATENCY_SCATTER, 5}, .status = EP_EINVAL, .host = &host};
     c.layout = ep_comm_layout(&c.shape);
     c.base[0] = (unsigned char *)alloc_exact(c.layout.num_bytes);
     for (uint32_t is_void = 0; is_void < 2; is_void++) {
         memset(c.base[0], 0, c.layout.num_bytes);
-        memset(c.base[0] + c.layout.stage_off, 0x5a, EP_LL_BANKS * 5 * c.layout.slot_stride);
+        memset(c.base[0] + c.layout.stage_off, 0x5a, 2 * EP_LL_BANKS * 5 * c.layout.slot_stride);
         EP_AT(EpLocal, &c, 0, c.layout.local_off)->void_epoch = epoch - 2 + is_void;
         ep_ll_propagate_error(&c, EP_OP_LL_DISPATCH, epoch, heads);
         for (uint64_t of = epoch - EP_LL_BANKS; of < epoch; of++)
-            for (uint32_t token = 0; token < 5; token++)
-                CHECK(NULL, all_bytes_are(ep_ll_slot(&c, 0, 0, token, of), c.layout.slot_stride,
+            for (uint32_t i = 0; i < 2 * 5; i++) /* of rank 0, and of choice 0 */
+                CHECK(NULL, all_bytes_are(ep_ll_slot(&c, 0, i / 5, i % 5, of), c.layout.slot_stride,
                                           is_void && of == epoch - 1 ? 0 : 0x5a));
         CHECK(NULL, EP_AT(EpLocal, &c, 0, c.layout.local_off)->void_epoch == epoch);
     }

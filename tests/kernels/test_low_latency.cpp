@@ -201,6 +201,18 @@ static const struct {
      {0, 0, 0, 0}},
     {Case{"without weights", {2, 4, 2, 16, 16, EP_BF16, EP_LOW_LATENCY, 64}, {16, 9}, 0}.unweighted(),
      {0, 0, 0, 0}},
+    {{"by choice, bfloat16", {3, 9, 5, 13, 536, EP_BF16, EP_LOW_LATENCY_SCATTER, 117}, {13, 0, 8}, 0},
+     {0, 0, 0, 0}},
+    {{"by choice, FP8, masked, halves", {2, 4, 2, 7, 640, EP_F16, EP_LOW_LATENCY_SCATTER, 28}, {7, 6}, 0},
+     {1, EP_FP8_SCALED, 1, 0}},
+    {{"by choice, float32, 32 choices", {1, 200, 32, 3, 8, EP_F32, EP_LOW_LATENCY_SCATTER, 96}, {3}, 0},
+     {0, 0, 0, 0}},
+    {Case{"by choice, an index out of range",
+          {2, 4, 2, 16, 16, EP_BF16, EP_LOW_LATENCY_SCATTER, 64},
+          {16, 9},
+          0}
+         .with_bad_index(1),
+     {0, 0, 0, 0}},
 };
 
 int main(int argc, char **argv) {

@@ -128,7 +128,7 @@ template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, con
             epoch, got);
     if (piece == 0 && ep_lane() < K) {
         const uint64_t choice = ep_ll_choices_at(&s, at.source, at.token) + ep_lane();
-        p.handle[h.rows_off + choice] = is_mine ? (int32_t)row : -1;
+        p.handle[h.rows_off + choice] = is_mine ? (int32_t)row : ep_ll_row_elsewhere(&s, own, route);
         ((uint32_t *)p.handle)[h.weights_off + choice] = got[0].weight;
     }
     if (own && piece == 0 && ep_lane() == 0) p.handle[h.targets_off + at.token] = (int32_t)targets;

@@ -152,7 +152,7 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
     }
 }
 
-template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
+template <int DTYPE, bool FP8, bool SCATTER> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     ll_combine_kernel(const __grid_constant__ EpLlCombineParams p) {
     __shared__ EpLlHead heads[EP_MAX_RANKS];
     __shared__ bool verdict;
@@ -169,12 +169,12 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
         enter(c, mine, epoch);
         if (only_sends(d)) __syncthreads(); /* all warps have the epoch, before the operation may end */
         if (only_sends(d) && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, false, epoch);
-        if (sends(d)) return_pieces<DTYPE, FP8>(p, returns, senders_share(d), epoch);
+        if (sends(d)) return_pieces<DTYPE, FP8, SCATTER>(p, returns, senders_share(d), epoch);
     }
     if (!(p.parts & EP_LL_RECEIVE) || only_sends(d)) return;
     OwnSum own = {};
     uint32_t i = share.first;
-    if (is_good && i < num) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
+    if (!SCATTER && is_good && i < num) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
     if (epoch && is_control_warp()) judge(c, EP_OP_LL_COMBINE, mine, heads, &verdict, epoch);
     __syncthreads();
     const bool ok = epoch && verdict;
@@ -182,8 +182,12 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
     if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
     if (!ok) fill(p.out, p.num_tokens * c->layout.row_bytes, EP_NAN_WORD, d.num_receivers);
     for (; ok && i < num; i += share.step) {
-        if (i != share.first) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
-        finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, own, epoch);
+        if constexpr (SCATTER) {
+            finish_rows<DTYPE>(p, i / num_pieces, i % num_pieces, epoch);
+        } else {
+            if (i != share.first) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
+            finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, own, epoch);
+        }
     }
 }
 
@@ -204,11 +208,16 @@ static DispatchKernel *dispatch_kernel_of(const EpLlDispatchParams *p) {
                                          : ll_dispatch_kernel<EP_BF16, true>;
 }
 typedef void CombineKernel(EpLlCombineParams);
-static CombineKernel *combine_kernel_of(uint32_t dtype, bool fp8) {
+template <int DTYPE> static CombineKernel *combine_kernel_for(bool fp8, bool scatter) {
+    if (scatter) return ll_combine_kernel<DTYPE, false, true>; /* which has no FP8 */
+    return fp8 && DTYPE != EP_F32 ? ll_combine_kernel < DTYPE, DTYPE != EP_F32,
+           false >                : ll_combine_kernel<DTYPE, false, false>;
+}
+static CombineKernel *combine_kernel_of(uint32_t dtype, bool fp8, bool scatter) {
     EP_HANDLES_ALL(EP_NUM_DTYPES, 3);
-    if (dtype == EP_F32) return ll_combine_kernel<EP_F32, false>;
-    if (dtype == EP_F16) return fp8 ? ll_combine_kernel<EP_F16, true> : ll_combine_kernel<EP_F16, false>;
-    return fp8 ? ll_combine_kernel<EP_BF16, true> : ll_combine_kernel<EP_BF16, false>;
+    return dtype == EP_F32   ? combine_kernel_for<EP_F32>(fp8, scatter)
+           : dtype == EP_F16 ? combine_kernel_for<EP_F16>(fp8, scatter)
+                             : combine_kernel_for<EP_BF16>(fp8, scatter);
 }
 
 extern "C" int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
@@ -216,8 +225,10 @@ extern "C" int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_s
                                          EP_WARPS, ep_ll_smem_bytes(&p->comm.shape), stream, *p);
 }
 extern "C" int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream) {
-    return (int)ep_launch_resident_early(combine_kernel_of(p->comm.shape.dtype, p->fp8 != 0),
-                                         num_ctas(p->comm, p->num_tokens, num_sm), EP_WARPS, 0, stream, *p);
+    const EpShape *s = &p->comm.shape;
+    CombineKernel *f = combine_kernel_of(s->dtype, p->fp8 != 0, s->combine_mode == EP_LOW_LATENCY_SCATTER);
+    return (int)ep_launch_resident_early(f, num_ctas(p->comm, p->num_tokens, num_sm), EP_WARPS, 0, stream,
+                                         *p);
 }
 extern "C" int ep_preload_low_latency(void) {
     EpCapabilities c;
@@ -229,7 +240,7 @@ extern "C" int ep_preload_low_latency(void) {
     if (e == cudaSuccess) e = ep_allow_smem(ll_dispatch_kernel<EP_BF16, true>, smem);
     if (e == cudaSuccess) e = ep_allow_smem(ll_dispatch_kernel<EP_F16, true>, smem);
     for (uint32_t dtype = EP_F32; e == cudaSuccess && dtype <= EP_BF16; dtype++)
-        for (uint32_t fp8 = 0; e == cudaSuccess && fp8 < 2; fp8++)
-            e = cudaFuncGetAttributes(&a, combine_kernel_of(dtype, fp8));
+        for (uint32_t kind = 0; e == cudaSuccess && kind < 3; kind++)
+            e = cudaFuncGetAttributes(&a, combine_kernel_of(dtype, kind == 1, kind == 2));
     return (int)e;
 }

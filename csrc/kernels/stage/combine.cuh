@@ -12,7 +12,7 @@
 #define EP_COMBINE_CUH
 #include "kernels/stage/open_chunks.cuh"
 
-EP_HANDLES_ALL(EP_NUM_COMBINE_MODES, 4); /* here and in returns.cuh and few_tokens.cuh */
+EP_HANDLES_ALL(EP_NUM_COMBINE_MODES, 5); /* here and in returns.cuh and few_tokens.cuh */
 
 /* The slots that a chunk of this rank's tokens needs. A lane has one (token, rank): its slot, or -1 for
  * none. */

@@ -8,7 +8,7 @@
 __global__ void enter_kernel(const __grid_constant__ EpComm c, uint32_t op) {
     const uint64_t epoch = ep_begin(&c);
     if (epoch == 0) return;
-    if (c.shape.combine_mode == EP_LOW_LATENCY) {
+    if (ep_is_low_latency(&c.shape)) {
         __shared__ EpLlHead heads[EP_MAX_RANKS];
         ep_ll_propagate_error(&c, op, epoch, heads);
     } else {
