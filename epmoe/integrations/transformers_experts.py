@@ -15,7 +15,7 @@ from ..a2a.fused import EpAll2AllFusedOp, fuses
 from ..a2a.base import propagate_layer_error, together, world_of
 from ..comm.error_propagation import check_plain
 from ..comm.world import thread_worlds
-from ..gemm.activations import GptOss, SwiGLU, activate
+from ..gemm.activations import UNGATED, GptOss, SwiGLU, activate
 from ..gemm.grouped import grouped_gemm
 from ..moe import experts as experts_ops
 from ..torch_modes import is_watched, join_backward
@@ -62,7 +62,7 @@ def _number_of(experts, *names):
 def _candidates(experts):
     """Return the activations of epmoe that the experts may have.  Those with a limit come first."""
     if not has_gate(experts):
-        return ["relu2", "silu", "gelu", "gelu_tanh"]
+        return UNGATED
     limit = _number_of(experts, "limit", "swiglu_limit")
     alpha = _number_of(experts, "alpha", "swiglu_alpha")
     if limit is None or not limit > 0:
