@@ -41,6 +41,8 @@ class _Config(NamedTuple):
 
 CONFIG_FIELDS: Final[tuple[str, ...]]
 SPANS: Final[tuple[str, ...]]  # the names of EpSpan from number 1 on
+# (name, is_gated, has_numbers) of each EpActivation, in the order of their numbers
+ACTIVATIONS: Final[tuple[tuple[str, bool, bool], ...]]
 TRACE_WARPS: Final[int]  # warps of a CTA that the profiler records
 
 HAS_CUDA: Final[int]

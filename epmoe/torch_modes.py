@@ -2,6 +2,10 @@
 
 Torch sees neither what C writes nor tangents that C does not carry, and its dispatcher takes the host some
 microseconds for each call of an operator.  So calls bypass torch.ops.epmoe.* when nothing needs to see it.
+
+This file has the private names of torch that several files need, and says why there is no public one.  Those
+that one file needs are there, once: guards.py, parallel.py, module.py and checkpoint.py of epmoe/moe,
+a2a/inductor.py, comm/rail.py and gemm/weight_gradients.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,17 +13,30 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._C._functorch import peek_interpreter_stack
+from torch import DispatchKey, DispatchKeySet, Tensor
+from torch._C import _functorch
+from torch._library.fake_impl import allocate_size
 from torch.autograd import forward_ad
+from torch.utils import checkpoint
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+# Torch has public names to make a dispatch mode, and none to ask which are active.
+_num_modes = torch._C._len_torch_dispatch_stack
+_mode_of = torch._C._get_dispatch_mode
 # The modes of torch's own tracers. All other dispatch modes only watch, or change single operators.
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
-# Of an iterable of tensors. torch.autograd.graph.increment_version is the same, and takes twice the time.
+_keys_of = torch._C._dispatch_keys  # of a tensor; torch has public names for the keys alone
+# The innermost transform of torch.func, or None.  torch.func has no function that tells.
+_transform = _functorch.peek_interpreter_stack
+# Of an iterable of tensors. torch.autograd.graph.increment_version is the same, and takes 0.31 us instead of
+# 0.17 (x86-64, torch 2.11 and 2.13, 2026-11-29): too much for a call of low latency.
 mark_written = torch._C._increment_version
+# For a function that no compiler traces. torch.compiler.disable is the same, but imports dynamo, which takes
+# seconds, when a function is decorated; this does when the function is called.
+without_dynamo = torch._disable_dynamo
+# By this exception checkpointing ends a forward of which it needs no more.
+StopRecomputation = checkpoint._StopRecomputationError
 _implementations: dict[str, Callable[..., Any]] = {}  # name of an operator -> function
 # The dispatch keys with which torch only calls the implementation.  epmoe's operators have no rules for
 # autocast, and _are_plain looks at gradients by itself.
@@ -47,11 +64,30 @@ def implement(lib: torch.library.Library, name: str, fn: Callable[..., Any]) -> 
     _implementations[name] = fn
 
 
+def constant_for_dynamo(fn: _F) -> _F:
+    """Mark fn, so that dynamo calls it and does not trace it: its result is a constant.  Return fn.
+
+    torch.compiler.assume_constant_result would do the same, but it imports dynamo.
+    """
+    setattr(fn, "_dynamo_marked_constant", True)
+    return fn
+
+
+def new_size(breaks_graph: bool) -> Any:
+    """Return a new dynamic size, in the fake implementation of an operator.
+
+    By default torch.compile breaks the graph at an operator of dynamic size, because code that uses the size
+    may be untraceable, and torch has no public name to ask for none.
+    """
+    tracer = torch.library.get_ctx()
+    shape_env = tracer._shape_env
+    return tracer.new_dynamic_size() if breaks_graph or shape_env is None else allocate_size(shape_env)
+
+
 def is_traced() -> bool:
     """Whether a compiler or a tracer runs this, which makes a program of the operators that it sees."""
     return (torch.compiler.is_compiling() or torch.jit.is_tracing()
-            or torch._C._len_torch_dispatch_stack() > 0
-            and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS))
+            or _num_modes() > 0 and any(_mode_of(key) is not None for key in _TRACERS))
 
 
 def is_watched() -> bool:
@@ -60,8 +96,7 @@ def is_watched() -> bool:
     If not, and if no gradient is needed, callers may bypass them.  A mode may be active on one rank alone,
     for example to count operations: it must not change which collective operations the rank makes.
     """
-    return (torch.compiler.is_compiling() or torch.jit.is_tracing()
-            or torch._C._len_torch_dispatch_stack() > 0)
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or _num_modes() > 0
 
 
 def requires_grad(*tensors: Tensor | None) -> bool:
@@ -75,7 +110,7 @@ def requires_grad(*tensors: Tensor | None) -> bool:
 
 def is_wrapper(t: Tensor) -> bool:
     """Whether a tensor has its numbers elsewhere, as a DTensor or a FakeTensor has."""
-    return bool(torch._C._dispatch_keys(t).raw_repr() & _PYTHON_KEY)
+    return bool(_keys_of(t).raw_repr() & _PYTHON_KEY)
 
 
 def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -86,7 +121,7 @@ def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     with_grad = torch.is_grad_enabled()
     for t in tensors:
         if t is not None and (with_grad and t.requires_grad
-                              or torch._C._dispatch_keys(t).raw_repr() & ~_PLAIN_KEYS):
+                              or _keys_of(t).raw_repr() & ~_PLAIN_KEYS):
             return False
     return not torch.overrides.has_torch_function(tensors)  # of a subclass, or of a mode
 
@@ -101,9 +136,17 @@ def call(name: str, tensors: tuple[Tensor | None, ...], *numbers: Any) -> Any:
     return _implementations[name](*tensors, *numbers)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func runs this."""
+    return _transform() is not None
+
+
 def is_plain() -> bool:
-    """True outside of torch.func and of dual_level(), where check_mode has nothing to find.  A few 100 ns."""
-    return peek_interpreter_stack() is None and forward_ad._current_level < 0
+    """True outside of torch.func and of dual_level(), where check_mode has nothing to find.  A few 100 ns.
+
+    unpack_dual, the public way to ask for the second, takes longer and needs a tensor.
+    """
+    return _transform() is None and forward_ad._current_level < 0
 
 
 def _has_tangent(tensors: tuple[Any, ...]) -> bool:
@@ -118,11 +161,11 @@ def _check_tangents(tensors: tuple[Any, ...]) -> None:
 
 
 # A compiler sees no tangents.  So inside of dual_level() it breaks the graph here, and Python runs this.
-_check_untraced = torch._disable_dynamo(_check_tangents)
+_check_untraced = without_dynamo(_check_tangents)
 
 
 def _is_batched_only(stack: list[Any]) -> bool:
-    return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+    return all(level.key().name == "Vmap" for level in stack)
 
 
 def check_mode(*tensors: Tensor | None, may_batch: bool = False) -> None:
@@ -132,16 +175,15 @@ def check_mode(*tensors: Tensor | None, may_batch: bool = False) -> None:
     tangents of their results.  may_batch: torch.vmap is right, because torch calls the operator for each
     element of the batch; autograd uses it for is_grads_batched.
     """
-    is_dual = forward_ad._current_level >= 0  # inside of a dual_level(), at the cost of a look
     if torch.compiler.is_compiling():
-        if is_dual:
+        if forward_ad._current_level >= 0:  # inside of a dual_level(), at the cost of a look
             _check_untraced(tensors)
         return
-    if peek_interpreter_stack() is not None and not (
-            may_batch and _is_batched_only(torch._C._functorch.get_interpreter_stack())):
+    if is_plain():
+        return
+    if is_transformed() and not (may_batch and _is_batched_only(_functorch.get_interpreter_stack())):
         raise NotImplementedError("epmoe does not support torch.func's transforms: use torch.autograd")
-    if is_dual:
-        _check_tangents(tensors)
+    _check_tangents(tensors)
 
 
 def check_writable(name: str, *tensors: Tensor | None) -> None:
@@ -211,12 +253,13 @@ def allocator_of(device: torch.device) -> Callable[[], Allocate]:
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     is_deterministic = torch.are_deterministic_algorithms_enabled
     is_cuda = device.type == "cuda"
+    current_device = torch.accelerator.current_device_index  # torch.cuda.current_device without its checks
 
     def allocate(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
     def allocator() -> Allocate:
-        if fast is None or is_deterministic() or is_cuda and torch._C._cuda_getDevice() != device.index:
+        if fast is None or is_deterministic() or is_cuda and current_device() != device.index:
             return allocate
         return fast
 

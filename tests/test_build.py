@@ -105,7 +105,9 @@ def test_build_has_no_empty_kernels_for_hopper(arch, compiles):
 
 NO_NVCC = not shutil.which("nvcc")
 IN_THE_HEAD = [f"room for every rank in {name}" for name in ("NUM_SEND", "NUM_RECV", "RANK_ROWS", "SOURCES")]
-ACTIVATION = "gemm_params.h", "EP_ACT_SILU = 9,", "EP_ACT_SILU = 9, EP_ACT_NEW = 10,"
+ROW = 'X(SILU, "silu", ONE, 1.0f)'
+ACTIVATION = "gemm_params.h", ROW, ROW + ' X(NEW, "new", ONE, 1.0f)'
+GATE = "gemm_params.h", ROW, ROW + ' X(NEW, "new", GATES_FIRST, 1.0f)'
 KIND = "gemm_params.h", "EP_GEMM_WGRAD = 2,", "EP_GEMM_WGRAD = 2, EP_GEMM_NEW = 3,"
 MODE = "shape.h", "EP_LOW_LATENCY_SCATTER = 4,", "EP_LOW_LATENCY_SCATTER = 4, EP_COMBINE_NEW = 5,"
 DTYPE = "shape.h", 'X(BF16, 2, 2, "bfloat16")', 'X(BF16, 2, 2, "bfloat16") X(NEW, 3, 4, "new")'
@@ -142,9 +144,9 @@ def errors_after(change, source, folder, *compiler):
      ["no expert is taken"]),
     (("low_latency.h", "EP_LL_MAX_TOKENS 4096u", "EP_LL_MAX_TOKENS 65536u"), "cpu/low_latency.c",
      ["holds a number of tokens"]),
-    (ACTIVATION, "cpu/activation.c", stops("gemm_params.h", "activation.h", "activation_math.h")),
-    (ACTIVATION, "cpu/quantize.c", stops("protocol/quantize.h", "cpu/quantize.c")),
-    (ACTIVATION, "kernels/gemm/gemm_maps.h", stops("gemm_maps.h")),
+    (ACTIVATION, "cpu/activation.c", stops("activation_math.h")),
+    (ACTIVATION, "cpu/quantize.c", stops("activation_math.h")),
+    (GATE, "layer/activation.c", ["gates stand from SWIGLU"]),
     (KIND, "kernels/gemm/gemm_maps.h", stops("gemm_params.h", "gemm_maps.h")),
     (KIND, "kernels/gemm/gemm_tile_scheduler.h", stops("gemm_tile_scheduler.h")),
     (MODE, "cpu/ops.c", stops("layout.h", "ops.c")),
@@ -163,9 +165,9 @@ def test_build_stops_where_a_limit_or_a_list_has_grown(tmp_path, change, source,
 
 @pytest.mark.skipif(NO_NVCC, reason="no nvcc")
 @pytest.mark.parametrize("change, source, name", [
-    (ACTIVATION, "kernels/quantize/quantize.cu", "quantize.cuh"),
+    (ACTIVATION, "kernels/quantize/quantize.cu", "activation_math.h"),
     (ACTIVATION, "kernels/gemm/activation.cu", "activation_math.h"),
-    (ACTIVATION, "kernels/gemm/gemm.cu", "gemm_epilogue.cuh"),
+    (ACTIVATION, "kernels/gemm/gemm.cu", "activation_math.h"),
     (MODE, "kernels/stage/combine.cu", "combine.cuh"),
     (DTYPE, "kernels/stage/combine.cu", "combine.cu"),
     (("layout.h", "EP_CHUNK_SLOTS 4u", "EP_CHUNK_SLOTS 8u"), "kernels/stage/combine.cu", "open_chunks.cuh"),

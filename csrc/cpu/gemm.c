@@ -11,7 +11,6 @@
 
 #include "cpu/ops.h"
 #include "cpu/rows.h"
-#include "protocol/activation.h"
 #include "protocol/activation_math.h"
 #include "runtime/error.h"
 
@@ -59,7 +58,6 @@ static const Loops *choose_loops(void) {
 typedef struct {
     const EpGemmParams *p;
     const Loops *loop;
-    EpActivationParams act;   /* its numbers: see ep_act_numbers */
     uint32_t dtype;           /* of a, b, bias and out */
     uint32_t padded;          /* K, rounded up to a multiple of VECTOR */
     float *panel, *block, *y; /* [STEP][padded], [BLOCK][padded], [BLOCK][N rounded up to VECTOR] */
@@ -80,7 +78,7 @@ static void store_row(const Work *g, uint32_t expert, uint32_t row, float *y) {
         float value = y[c];
         if (act) {
             const float up = ep_gemm_is_gated(act) ? y[ep_act_up_col(act, c, num)] : 0;
-            value = ep_act_gradient(act, g->act.alpha, g->act.limit, y[ep_act_gate_col(act, c)], up).value;
+            value = ep_act_gradient(act, p->alpha, p->limit, y[ep_act_gate_col(act, c)], up).value;
         }
         y[c] = weight * value;
     }
@@ -170,7 +168,6 @@ int ep_cpu_gemm(const EpGemmParams *p) {
                         p->k);
     g.block = g.panel + (uint64_t)STEP * g.padded;
     g.y = g.block + (uint64_t)BLOCK * g.padded;
-    ep_act_numbers(&g.act, p->activation, p->alpha, p->limit);
     for (uint32_t e = 0; e < p->num_experts; e++) {
         const uint32_t begin = clamp_row(p, p->offsets[e]), end = clamp_row(p, p->offsets[e + 1]);
         if (p->kind == EP_GEMM_WGRAD) wgrad(&g, e, begin, end);

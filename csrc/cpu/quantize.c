@@ -2,11 +2,12 @@
 #include "cpu/quantize.h"
 
 #include "cpu/rows.h"
+#include "protocol/activation_math.h"
 
 /* Read numbers col, .., col + num - 1 of a row after its activation. */
 static void read_group(float *to, const EpQuantizeParams *p, uint32_t row, uint32_t col, uint32_t num) {
-    EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
-    const bool gated = ep_gemm_is_gated(p->activation), mixed = p->activation == EP_ACT_GPT_OSS;
+    const uint32_t act = p->activation;
+    const bool gated = ep_gemm_is_gated(act), mixed = EP_ACT_IS_MIXED(act);
     const uint64_t begin = (uint64_t)row * p->k * (gated ? 2 : 1);
     float in[2 * EP_QUANTIZE_GROUP]; /* gate, up, gate, up; or all gates, then the ups */
     if (mixed) {
@@ -16,10 +17,10 @@ static void read_group(float *to, const EpQuantizeParams *p, uint32_t row, uint3
         if (gated) ep_cpu_load(in + num, p->x, p->dtype, begin + p->k + col, num);
     }
     for (uint32_t i = 0; i < num; i++) {
-        if (mixed) to[i] = ep_quantize_gate(p, p->activation, in[2 * i], in[2 * i + 1]);
-        else if (gated) to[i] = ep_quantize_gate(p, p->activation, in[i], in[num + i]);
-        else if (p->activation == EP_ACT_GELU) to[i] = ep_quantize_gelu(in[i]);
-        else to[i] = p->activation ? ep_quantize_ungated(p, p->activation, in[i]) : in[i];
+        const float x = mixed ? in[2 * i] : in[i];
+        if (gated) to[i] = ep_quantize_gate(p, act, x, mixed ? in[2 * i + 1] : in[num + i]);
+        else if (act == EP_ACT_GELU) to[i] = ep_quantize_gelu(x);
+        else to[i] = act ? ep_quantize_ungated(p, act, x) : x;
     }
 }
 

@@ -62,6 +62,9 @@ int ep_activation(const EpActivationArgs *a, void *stream) {
     p.num_experts = (uint32_t)L;
     p.num_cols = (uint32_t)I;
     p.is_f16 = dtype == EP_F16;
-    ep_act_numbers(&p, a->activation, (float)a->alpha, (float)a->limit);
+    p.activation = a->activation;
+    p.alpha = (float)a->alpha;
+    p.limit = (float)a->limit;
+    ep_act_numbers(p.activation, &p.alpha, &p.limit);
     return backend->activation(y->device, &p, stream);
 }

@@ -122,7 +122,7 @@ static int check_gemm_scale(const EpLayer *l, const EpTensor *gemm_scale, const 
     const uint32_t num_n = ep_gemm_num_blocks(g->n), num_k = ep_gemm_num_blocks(g->k);
     const EpWanted wanted = {"gemm_scale", gemm_scale, EP_F32, 3, {g->num_experts, num_n, num_k}};
     EP_TRY(ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 4));
-    if (ep_gemm_is_gated(g->activation) && g->activation != EP_ACT_GPT_OSS && g->n % 128)
+    if (ep_gemm_is_gated(g->activation) && !EP_ACT_IS_MIXED(g->activation) && g->n % 128)
         return ep_error(EP_EINVAL,
                         "gemm_weight of %u rows in FP8, gates in front of ups: must be a multiple of 128",
                         g->n);

@@ -1,7 +1,7 @@
 /* activation.h - the parameters of the gradient of an activation.
  *
- * Exports EpActivationParams, ep_act_numbers, ep_act_rows, and the columns of a gate and its up value. The
- * arithmetic of one column is in activation_math.h.
+ * Exports EpActivationParams, ep_act_rows, and the columns of a gate and its up value. The arithmetic of one
+ * column is in activation_math.h.
  *
  * For each row, h are the columns before the activation, y = activation(h), w the row's weight, and d the
  * gradient of the unweighted row y:
@@ -12,8 +12,6 @@
  * order of the columns, and then the partial sums are added up in pairs: 0 + 16, .., then 0 + 8, .. */
 #ifndef EP_ACTIVATION_H
 #define EP_ACTIVATION_H
-#include <math.h>
-
 #include "protocol/gemm_params.h"
 
 #define EP_DOT_PARTS 32u /* lanes of a warp: each has 8 neighbouring columns of 256 */
@@ -34,22 +32,12 @@ typedef struct {
     float alpha, limit;      /* see ep_act_numbers */
 } EpActivationParams;
 
-EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
-/* Set an activation that exists, with the numbers that ep_act_gradient reads. */
-EP_PURE void ep_act_numbers(EpActivationParams *p, uint32_t activation, float alpha, float limit) {
-    const bool has_numbers = activation >= EP_ACT_GPT_OSS && activation <= EP_ACT_SWIGLU_PLUS_ONE;
-    const bool is_tanh = activation == EP_ACT_GEGLU_TANH || activation == EP_ACT_GELU_TANH;
-    p->activation = activation;
-    p->alpha = has_numbers ? alpha : is_tanh ? 1.59576912f : 1.0f; /* 2 * sqrt(2 / pi) */
-    p->limit = has_numbers ? limit : INFINITY;
-}
-
 /* The columns of h for column c of y: the gate (the only one if there are no gates), and up. */
 EP_PURE uint32_t ep_act_gate_col(uint32_t activation, uint32_t c) {
-    return activation == EP_ACT_GPT_OSS ? 2 * c : c;
+    return EP_ACT_IS_MIXED(activation) ? 2 * c : c;
 }
 EP_PURE uint32_t ep_act_up_col(uint32_t activation, uint32_t c, uint32_t num_cols) {
-    return activation == EP_ACT_GPT_OSS ? 2 * c + 1 : num_cols + c;
+    return EP_ACT_IS_MIXED(activation) ? 2 * c + 1 : num_cols + c;
 }
 
 /* The rows of the experts: [*begin, *end), within the rows that exist. */

@@ -1,5 +1,6 @@
-/* gemm_params.h - the parameters of the grouped GEMM. Exports EpGemmParams, EpGemmKind, EpActivation and
- * ep_gemm_*: what follows from the parameters, the same for every kernel.
+/* gemm_params.h - the parameters of the grouped GEMM, and the list of the activations. Exports EpGemmParams,
+ * EpGemmKind, EP_ACTIVATIONS and what follows from it, and ep_gemm_*: what follows from the parameters, the
+ * same for every kernel.
  *
  * The rows are grouped by expert, the weights are [L][N][K], and the groups' sizes are on the device:
  *   FORWARD  out[r] = act(a[r] * w[e(r)]^T)       a [M][K], b = w, out [M][N] (gated: [M][N / 2])
@@ -21,33 +22,50 @@
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2, EP_NUM_GEMM_KINDS } EpGemmKind;
 EP_HANDLES_ALL(EP_NUM_GEMM_KINDS, 3); /* ep_gemm_num_cols */
 
-/* The activations; see activations.py. A gated one computes a column of the output from two rows of the
- * weights, a gate and an up. For GPT_OSS, gates and ups alternate in the weights; for the others all gates
- * come first.
+/* The activations, in the order of their numbers: X(NAME, name, COLUMNS, alpha).
+ *   name     in Python; activations.py says what each computes, activation_math.h how
+ *   COLUMNS  of the product for a column of the output. ONE. GATES_FIRST: a gate and an up, and in the
+ *            weights all gates come before the ups. MIXED: a gate and an up, which alternate in the weights
+ *   alpha    the constant in the sigmoid, where the activation has one; EP_ACT_GIVEN: the caller gives alpha,
+ *            and the limit of gate and up
  *
- * NONE, GELU, SWIGLU and GPT_OSS are compiled into kernels of their own. The other gated ones share kernels
- * (EP_ACT_ANY_GATE), and so do RELU2, GELU_TANH and SILU (EP_ACT_ANY_UNGATED). Those kernels read at run time
- * which activation to compute, from EpGemmParams. */
+ * NONE, GELU, SWIGLU and GPT_OSS are compiled into kernels of their own. The others share kernels: those with
+ * gates EP_ACT_ANY_GATE, those without EP_ACT_ANY_UNGATED. A shared kernel reads from EpGemmParams, at run
+ * time, which activation to compute. A new activation without gates becomes the last row. */
+#define EP_ACT_GIVEN 0.0f
+#define EP_ACT_OF_TANH 1.59576912f /* 2 * sqrt(2 / pi) */
+#define EP_ACTIVATIONS(X)                                                                     \
+    X(NONE, "none", ONE, 1.0f)                                                                \
+    X(GELU, "gelu", ONE, 1.0f)                                                                \
+    X(SWIGLU, "swiglu", GATES_FIRST, 1.0f)                                                    \
+    X(GPT_OSS, "gpt_oss", MIXED, EP_ACT_GIVEN)                                                \
+    X(SWIGLU_NUMBERS, "swiglu_numbers", GATES_FIRST, EP_ACT_GIVEN)                            \
+    X(SWIGLU_PLUS_ONE, "swiglu_plus_one", GATES_FIRST, EP_ACT_GIVEN) /* up + 1, as GPT_OSS */ \
+    X(GEGLU_TANH, "geglu_tanh", GATES_FIRST, EP_ACT_OF_TANH)                                  \
+    X(RELU2, "relu2", ONE, 1.0f)                                                              \
+    X(GELU_TANH, "gelu_tanh", ONE, EP_ACT_OF_TANH)                                            \
+    X(SILU, "silu", ONE, 1.0f)
+typedef enum { EP_COLUMNS_ONE, EP_COLUMNS_GATES_FIRST, EP_COLUMNS_MIXED } EpActivationColumns;
 typedef enum {
-    EP_ACT_NONE = 0,
-    EP_ACT_GELU = 1,
-    EP_ACT_SWIGLU = 2,
-    EP_ACT_GPT_OSS = 3,
-    EP_ACT_SWIGLU_NUMBERS = 4,  /* SWIGLU with alpha and limit */
-    EP_ACT_SWIGLU_PLUS_ONE = 5, /* the same, with up + 1: the function of GPT_OSS */
-    EP_ACT_GEGLU_TANH = 6,
-    EP_ACT_RELU2 = 7,
-    EP_ACT_GELU_TANH = 8,
-    EP_ACT_SILU = 9,
-    EP_NUM_ACTIVATIONS,
+#define X(NAME, name, COLUMNS, alpha) EP_ACT_##NAME,
+    EP_ACTIVATIONS(X)
+#undef X
+        EP_NUM_ACTIVATIONS,
     EP_ACT_ANY_GATE = EP_ACT_SWIGLU_NUMBERS,
     EP_ACT_ANY_UNGATED = EP_ACT_RELU2
 } EpActivation;
-EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10); /* the two macros below, and ep_gemm_* at the end of this file */
-#define EP_ACT_IS_GATED(act) ((act) >= EP_ACT_SWIGLU && (act) <= EP_ACT_GEGLU_TANH)
+/* The gates are neighbours in the list, and one is mixed: kernels need two comparisons, and one. */
+#define EP_ACT_IS_GATED(act) ((act) >= EP_ACT_SWIGLU && (act) < EP_ACT_ANY_UNGATED)
+#define EP_ACT_IS_MIXED(act) ((act) == EP_ACT_GPT_OSS)
+#define X(NAME, name, COLUMNS, alpha)                                                                  \
+    EP_STATIC_ASSERT(EP_ACT_IS_GATED(EP_ACT_##NAME) == (EP_COLUMNS_##COLUMNS != EP_COLUMNS_ONE) &&     \
+                         EP_ACT_IS_MIXED(EP_ACT_##NAME) == (EP_COLUMNS_##COLUMNS == EP_COLUMNS_MIXED), \
+                     "gates stand from SWIGLU to RELU2, and GPT_OSS is the mixed one");
+EP_ACTIVATIONS(X)
+#undef X
 /* The activation for which the kernels were compiled. */
 #define EP_ACT_KERNEL(act) \
-    ((act) <= EP_ACT_GPT_OSS ? (act) : (act) <= EP_ACT_GEGLU_TANH ? EP_ACT_ANY_GATE : EP_ACT_ANY_UNGATED)
+    ((act) < EP_ACT_ANY_GATE ? (act) : EP_ACT_IS_GATED(act) ? EP_ACT_ANY_GATE : EP_ACT_ANY_UNGATED)
 
 typedef struct {
     const void *a, *b;
@@ -95,20 +113,34 @@ EP_PURE uint32_t ep_gemm_num_blocks(uint32_t size) {
 }
 
 EP_PURE uint32_t ep_gemm_is_gated(uint32_t activation) { return EP_ACT_IS_GATED(activation); }
-/* Whether the activation exists and its numbers are valid: GPT_OSS, SWIGLU_NUMBERS and SWIGLU_PLUS_ONE have a
- * finite alpha and a positive limit. The others have none, and ignore them. */
-EP_PURE bool ep_gemm_is_activation(uint32_t activation, float alpha, float limit) {
-    const bool has_numbers = activation >= EP_ACT_GPT_OSS && activation <= EP_ACT_SWIGLU_PLUS_ONE;
-    return activation <= EP_ACT_SILU && (!has_numbers || (alpha - alpha == 0 && limit > 0));
+/* alpha of an activation that exists, or EP_ACT_GIVEN. */
+EP_PURE float ep_act_alpha(uint32_t activation) {
+#define X(NAME, name, COLUMNS, alpha) \
+    if (activation == EP_ACT_##NAME) return alpha;
+    EP_ACTIVATIONS(X)
+#undef X
+    return 1.0f;
 }
-/* Set an activation that exists. A GELU with tanh is x * sigmoid(alpha * (x + 0.044715 * x^3)), so kernels
- * compute it as they compute SiLU. */
+EP_PURE bool ep_act_has_numbers(uint32_t activation) { return ep_act_alpha(activation) == EP_ACT_GIVEN; }
+/* Replace the numbers that a caller gives for an activation that has none. */
+EP_PURE void ep_act_numbers(uint32_t activation, float *alpha, float *limit) {
+    if (ep_act_has_numbers(activation)) return;
+    *alpha = ep_act_alpha(activation);
+    *limit = INFINITY;
+}
+/* Whether the activation exists, and the caller's numbers, if it has any, are valid: a finite alpha and a
+ * positive limit. */
+EP_PURE bool ep_gemm_is_activation(uint32_t activation, float alpha, float limit) {
+    return activation < EP_NUM_ACTIVATIONS &&
+           (!ep_act_has_numbers(activation) || (alpha - alpha == 0 && limit > 0));
+}
+/* Set an activation that exists. NONE keeps alpha, which WGRAD reads. */
 EP_PURE void ep_gemm_set_activation(EpGemmParams *p, uint32_t activation, float alpha, float limit) {
-    const bool is_tanh = activation == EP_ACT_GEGLU_TANH || activation == EP_ACT_GELU_TANH;
     p->activation = (uint8_t)activation;
     p->cols_per_out = 1 + ep_gemm_is_gated(activation);
-    p->alpha = is_tanh ? 1.59576912f : activation == EP_ACT_SILU ? 1.0f : alpha; /* 2 * sqrt(2 / pi) */
-    p->limit = is_tanh ? INFINITY : limit;
+    p->alpha = alpha;
+    p->limit = limit;
+    if (activation != EP_ACT_NONE) ep_act_numbers(activation, &p->alpha, &p->limit);
 }
 /* num_cols: columns of the product, which is divided into tiles. out_cols: columns that are written; half as
  * many if the activation is gated. */

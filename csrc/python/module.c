@@ -7,6 +7,7 @@
  * process: the exception classes, the interrupt function, and the exchange API of one tensor type. */
 #include "python/module.h"
 
+#include "protocol/gemm_params.h"
 #include "protocol/layout.h"
 #include "protocol/trace.h"
 
@@ -75,15 +76,19 @@ static const struct {
 #endif
 };
 
-/* The names of a list, for Python: the fields of a configuration, and the spans from number 1 on. */
+/* The names of a list, for Python: the fields of a configuration, the spans from number 1 on, and the
+ * activations. */
 #define AGREED(field, name, kind) name,
 #define LOCAL(field, name) name,
 #define SPAN(NAME, text) text,
+#define ACTIVATION(NAME, name, COLUMNS, alpha) name,
 static const char *const config_fields[] = {EP_CONFIG_FIELDS(AGREED, LOCAL) NULL};
 static const char *const spans[] = {EP_SPANS(SPAN) NULL};
+static const char *const activation_names[] = {EP_ACTIVATIONS(ACTIVATION)};
 #undef AGREED
 #undef LOCAL
 #undef SPAN
+#undef ACTIVATION
 
 /* Add a tuple of names, which NULL ends. */
 static int add_names(PyObject *m, const char *attribute, const char *const *names) {
@@ -96,6 +101,21 @@ static int add_names(PyObject *m, const char *attribute, const char *const *name
     PyObject *tuple = list ? PyList_AsTuple(list) : NULL;
     const int code = tuple ? PyModule_AddObjectRef(m, attribute, tuple) : -1;
     Py_XDECREF(list);
+    Py_XDECREF(tuple);
+    return code;
+}
+
+/* Add a tuple (name, is_gated, has_numbers) for each activation, in the order of their numbers. */
+static int add_activations(PyObject *m) {
+    PyObject *tuple = PyTuple_New(EP_NUM_ACTIVATIONS);
+    int code = tuple ? 0 : -1;
+    for (uint32_t i = 0; !code && i < EP_NUM_ACTIVATIONS; i++) {
+        PyObject *one =
+            Py_BuildValue("(sNN)", activation_names[i], PyBool_FromLong((long)ep_gemm_is_gated(i)),
+                          PyBool_FromLong(ep_act_has_numbers(i)));
+        code = one ? PyTuple_SetItem(tuple, (Py_ssize_t)i, one) : -1;
+    }
+    if (!code) code = PyModule_AddObjectRef(m, "ACTIVATIONS", tuple);
     Py_XDECREF(tuple);
     return code;
 }
@@ -114,7 +134,8 @@ static int check_interpreter(void) {
 
 static int set_up(PyObject *m) {
     if (check_interpreter()) return -1;
-    if (add_names(m, "CONFIG_FIELDS", config_fields) || add_names(m, "SPANS", spans)) return -1;
+    if (add_names(m, "CONFIG_FIELDS", config_fields) || add_names(m, "SPANS", spans) || add_activations(m))
+        return -1;
     for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++)
         if (PyModule_AddIntConstant(m, constants[i].name, constants[i].value)) return -1;
     PyMethodDef *const all[] = {ep_args_methods, ep_world_methods, ep_heap_methods, ep_layer_methods,

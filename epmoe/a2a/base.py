@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias, TypeGuard, Typ
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import _C
 from ..comm.device import capabilities, pick_device, status_of, stream_of
@@ -25,6 +24,7 @@ from ..comm.error_propagation import check_plain, is_reported, mark_reported
 from ..comm.rendezvous import process_group
 from ..comm.world import Shared, World, _of_group as worlds
 from ..gemm.grouped import is_transposed
+from ..torch_modes import StopRecomputation, without_dynamo
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -263,7 +263,7 @@ class CollectiveLayer(Shared):
             del error
 
     # Not for calls outside of a compiler: its first call imports dynamo for seconds, while the peers wait.
-    @torch._disable_dynamo
+    @without_dynamo
     def _propagate_untraced(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         try:
             self._propagate_now(op, error, buffer)
@@ -274,7 +274,7 @@ class CollectiveLayer(Shared):
         # An error refers to the frames that it has left, so one that a frame still names is in a cycle. The
         # cycle would keep the tensors and CUDA graphs of all callers until a garbage collection.
         try:
-            if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
+            if not isinstance(error, StopRecomputation):  # checkpointing needs no more of this forward
                 valid = buffer if self._is_buffer(buffer) else 0
                 mark_reported(error)
                 _C.layer_propagate_error(self._c, valid, op, status_of(error), stream_of(self.device))

@@ -16,7 +16,7 @@ from ..gemm.activations import Activation, activate
 from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, Kernel, add_bias, aligned, as_kernel, check_activation,
                             grouped_gemm, is_transposed)
 from ..gemm.quantize import quantize_fp8
-from ..torch_modes import check_mode, is_watched, requires_grad
+from ..torch_modes import check_mode, constant_for_dynamo, is_watched, requires_grad
 from . import ops
 from .base import NO_CONFIG, Group, cast
 from .layer import EPAll2AllLayer, Outputs
@@ -47,6 +47,7 @@ def fuses(max_tokens: int, topk: int, num_experts: int, world_size: int) -> bool
                                                      max_tokens=max_tokens))
 
 
+@constant_for_dynamo
 def _shares_launch(layer_id: str, n: int, k: int, columns: int = 0, is_fp8: bool = False,
                    has_split_gates: bool = False) -> bool:
     """Whether a product with weights [L, n, k] shares a launch with communication: see csrc/layer/path.c.
@@ -56,9 +57,6 @@ def _shares_launch(layer_id: str, n: int, k: int, columns: int = 0, is_fp8: bool
     layer: EpAll2AllFusedOp = ops.layer_of(layer_id)
     has_kernels = layer._has_fused_fp8 if is_fp8 else layer._has_fused
     return _C.layer_fuses(layer._config, has_kernels, n, k, columns, is_fp8, False, has_split_gates)
-
-
-setattr(_shares_launch, "_dynamo_marked_constant", True)  # a compiler calls it, and does not trace it
 
 
 def _scales_shape(gemm_weight: Tensor) -> list[int]:

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._library.fake_impl import allocate_size
 
 from .. import _C
 from ..comm.error_propagation import reporting
 from ..gemm.grouped import DGRAD, GATED, aligned
 from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
-from ..torch_modes import check_mode, implement
+from ..torch_modes import check_mode, implement, new_size
 
 if TYPE_CHECKING:
     from .fused import EpAll2AllFusedOp
@@ -127,17 +126,13 @@ def check_not_exported() -> None:
 def rows_to_trace(layer: EPAll2AllLayer, num_rows: Any) -> Any:
     """Return num_rows, or a new dynamic size for -1: the number is known only when the operator runs.
 
-    By default torch.compile breaks the graph at an operator of dynamic size, because code that uses the size
-    may be untraceable.  That of EPMoE is traceable, and its layers ask for no break.
+    The code of EPMoE that uses the size is traceable, so that its layers ask for no break of the graph.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import
 
     if not guard_or_false(num_rows < 0):
         return num_rows
-    tracer = torch.library.get_ctx()
-    if layer.is_of_module and tracer._shape_env is not None:
-        return allocate_size(tracer._shape_env)
-    return tracer.new_dynamic_size()
+    return new_size(breaks_graph=not layer.is_of_module)
 
 
 @register_fake("plan")

@@ -206,7 +206,7 @@ class Liveness:
             for rank, (address, port, _) in enumerate(endpoints):
                 if not self._first <= rank < self._first + self._local_size:
                     self._connect(rank, address, int(port), max(0.01, until - time.monotonic()))
-            store = dist.distributed_c10d._get_process_group_store(group)
+            store = group.get_group_store()
             words: Any = dist.PrefixStore(f"epmoe/nodes/{endpoints[0][2]}", store)
             store = words.clone()  # a connection of its own
         except (ValueError, RuntimeError) as e:  # EpError is a RuntimeError

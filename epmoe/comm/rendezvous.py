@@ -148,7 +148,7 @@ def all_gather_bytes(group: ProcessGroup, mine: bytes, timeout_s: float) -> list
 
 def _store_of(group: ProcessGroup) -> Any:
     """Return the Store of a group.  Its type hints say str where it takes bytes."""
-    return dist.distributed_c10d._get_process_group_store(group)
+    return group.get_group_store()
 
 
 @contextlib.contextmanager

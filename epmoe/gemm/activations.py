@@ -1,6 +1,7 @@
 """The activations of experts, in plain PyTorch.
 
-Where no kernel applies an activation, for example where a gradient is wanted, epmoe takes `activate`.
+Where no kernel applies an activation, for example where a gradient is wanted, epmoe takes `activate`.  The
+list of the activations, and which of them have gates, is EP_ACTIVATIONS of csrc/protocol/gemm_params.h.
 """
 
 import functools
@@ -10,6 +11,8 @@ from typing import NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
+
+from .. import _C
 
 
 class GptOss(NamedTuple):
@@ -99,9 +102,14 @@ def _numbers(activation: SwiGLU | GptOss) -> tuple[float, float]:
     return alpha, limit
 
 
-_UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "silu": F.silu,
-    "relu2": lambda h: F.relu(h).square()}
+# Whether each activation that is a name without numbers has a gate.
+_IS_GATED = {name: is_gated for name, is_gated, has_numbers in _C.ACTIVATIONS[1:] if not has_numbers}
+UNGATED = tuple(name for name, is_gated in _IS_GATED.items() if not is_gated)
+_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+# What they compute: of the columns, or of the gates, which the ups then multiply.
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu, "swiglu": F.silu, "geglu_tanh": _gelu_tanh, "relu2": lambda h: F.relu(h).square(),
+    "gelu_tanh": _gelu_tanh, "silu": F.silu}
 
 
 def is_gated(activation: Activation) -> bool:
@@ -121,14 +129,14 @@ def is_gated(activation: Activation) -> bool:
         >>> is_gated("swiglu"), is_gated("relu2")
         (True, False)
     """
-    if activation in ("swiglu", "geglu_tanh") or gpt_oss_numbers(activation):
+    if isinstance(activation, str) and activation in _IS_GATED:
+        return _IS_GATED[activation]
+    if gpt_oss_numbers(activation):
         return True
     if isinstance(activation, SwiGLU):
         return bool(_numbers(activation))
-    if activation not in tuple(_UNGATED):  # a dict refuses what has no hash
-        raise ValueError(f"activation {activation!r}: must be 'swiglu', 'geglu_tanh', 'gpt_oss', 'relu2', "
-                         f"'gelu', 'gelu_tanh', 'silu', SwiGLU(alpha, limit, offset) or GptOss(alpha, limit)")
-    return False
+    raise ValueError(f"activation {activation!r}: must be {', '.join(map(repr, _IS_GATED))}, 'gpt_oss', "
+                     f"SwiGLU(alpha, limit, offset) or GptOss(alpha, limit)")
 
 
 def activate(h: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor:
@@ -168,12 +176,10 @@ def activate(h: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor
         "Primer: Searching for Efficient Transformers for Language Modeling", 2021.
     """
     if not is_gated(activation):
-        return _UNGATED[cast(str, activation)](h)
+        return _FUNCTIONS[cast(str, activation)](h)
     gate, up = h.chunk(2, -1)
-    if activation == "swiglu":
-        return F.silu(gate) * up
-    if activation == "geglu_tanh":
-        return F.gelu(gate, approximate="tanh") * up
+    if isinstance(activation, str) and activation in _FUNCTIONS:
+        return _FUNCTIONS[activation](gate) * up
     # 16-bit dtypes are too coarse for the values in between
     if h.dtype in (torch.float16, torch.bfloat16):
         return activate(h.float(), activation).to(h.dtype)

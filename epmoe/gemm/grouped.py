@@ -23,15 +23,15 @@ Kernel: TypeAlias = tuple[int, float, float]  # the number, alpha and limit of a
 _T = TypeVar("_T", Tensor, Tensor | None)
 
 FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each multiplies
-# The numbers of EpActivation in csrc/protocol/gemm_params.h.
-_ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3, "geglu_tanh": 6, "relu2": 7, "gelu_tanh": 8,
-                "silu": 9}
-_SWIGLU_NUMBERS = (4, 5)  # by the offset of SwiGLU
-_NAMES = {number: name for name, number in _ACTIVATIONS.items()}
+_NUMBERS = {name: number for number, (name, _, _) in enumerate(_C.ACTIVATIONS)}
+_NAMES = {number: None if name == "none" else name for name, number in _NUMBERS.items()}
+_SWIGLU_NUMBERS = _NUMBERS["swiglu_numbers"], _NUMBERS["swiglu_plus_one"]  # by the offset of SwiGLU
+_GPT_OSS = _NUMBERS["gpt_oss"]
 # What as_kernel returns for an activation that is a name or None.
-KERNELS = {name: (number, *(gpt_oss_numbers(name) or (0.0, 0.0))) for name, number in _ACTIVATIONS.items()}
-SWIGLU = _ACTIVATIONS["swiglu"]
-GATED = (2, 3, 4, 5, 6)  # activations that halve the columns
+KERNELS = {name: (number, *(gpt_oss_numbers(name) or (0.0, 0.0)))
+           for number, name in _NAMES.items() if number not in _SWIGLU_NUMBERS}
+# The numbers of activations that halve the columns.
+GATED = tuple(number for number, (_, is_gated, _) in enumerate(_C.ACTIVATIONS) if is_gated)
 FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -46,7 +46,7 @@ def as_kernel(activation: Activation | None) -> Kernel:
     gate = cast(SwiGLU | GptOss, activation)
     is_gated(gate)  # raises
     if numbers := gpt_oss_numbers(gate):
-        return _ACTIVATIONS["gpt_oss"], *numbers
+        return _GPT_OSS, *numbers
     gate = cast(SwiGLU, gate)
     if gate == SwiGLU():
         return KERNELS["swiglu"]
@@ -57,7 +57,7 @@ def activation_of(number: int, alpha: float, limit: float) -> Activation | None:
     """Return the activation of which as_kernel has returned these."""
     if number in _SWIGLU_NUMBERS:
         return SwiGLU(alpha, limit, _SWIGLU_NUMBERS.index(number))
-    return GptOss(alpha, limit) if number == _ACTIVATIONS["gpt_oss"] else _NAMES[number]
+    return GptOss(alpha, limit) if number == _GPT_OSS else _NAMES[number]
 
 
 def aligned(t: _T) -> _T:
@@ -398,9 +398,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         counts: [L] integers on x's device: the number of rows of each expert.  Give either counts or offsets.
         offsets: [L + 1] int32 on x's device: where each expert's rows begin, as EPLayout.expert_offsets.
         bias: None, or [L, N] of any floating-point dtype; rounded to x's dtype where no gradient is needed.
-        activation: None, or one of reference.activate: "swiglu", SwiGLU(alpha, limit, offset), "geglu_tanh"
-            (weight rows: gates, then ups), "gpt_oss", GptOss(alpha, limit) (gates and ups interleaved),
-            "relu2", "gelu", "gelu_tanh", "silu" (no gates).
+        activation: None, or one of reference.activate, which says in what order the weights have gates and
+            ups.
         row_weight: None, or [M] of any floating-point dtype; applied as float32.
         a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row; or one number.
         b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128; or

@@ -48,9 +48,13 @@ class Factors:
     def __init__(self, deferred: DeferredWgrad, a: Tensor, b: Tensor, offsets: Tensor,
                  portable: bool) -> None:
         self.deferred_wgrad, self.tensors, self.portable = deferred, (a, b, offsets), portable
-        self.versions = [t._version for t in self.tensors]
+        self.versions = self._versions()
         self.stream: torch.cuda.Stream | None = None
         self.ready: torch.cuda.Event | None = None
+
+    def _versions(self) -> list[int]:
+        """Return how often each tensor was modified in place.  torch has no public name to ask."""
+        return [t._version for t in self.tensors]
 
     def keep(self) -> None:
         """Remember the stream, if the product is made later."""
@@ -71,7 +75,7 @@ class Factors:
     def multiply(self) -> Tensor | None:
         """Return the gradient for autograd: [L, N, K], or None where main_grad has received it."""
         self._wait()
-        if [t._version for t in self.tensors] != self.versions:
+        if self._versions() != self.versions:
             raise RuntimeError("backward_dw: a tensor that the gradient of the weights needs was modified in "
                                "place after the backward pass: leave it as it is until backward_dw()")
         p, scale = self.deferred_wgrad.parameter, self.deferred_wgrad.scale
@@ -157,7 +161,7 @@ class DeferredWgrad:
     def _is_wanted(self) -> bool:
         """Whether this backward pass computes the gradient of the weights."""
         try:
-            return torch._C._will_engine_execute_node(self.leaf)
+            return torch._C._will_engine_execute_node(self.leaf)  # private: needs_input_grad does not tell it
         except RuntimeError as error:  # what torch says of a leaf in autograd.grad()
             raise RuntimeError("torch.autograd.grad() of a parameter whose gradient goes to main_grad: call "
                                "backward(), or leave fuse_wgrad_accumulation out") from error

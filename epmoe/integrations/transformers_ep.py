@@ -12,6 +12,7 @@ from .. import _C
 from ..a2a.fused import EpAll2AllFusedOp
 from ..a2a.layer import EPAll2AllLayer
 from ..comm.world import World
+from ..torch_modes import without_dynamo
 from . import transformers_experts as parts
 
 __all__ = ["EpmoeEP", "set_ep_options"]
@@ -64,7 +65,7 @@ def _layers_of(world):
     return _shared[key]
 
 
-@torch._disable_dynamo
+@without_dynamo
 def _most_tokens(world, num_tokens):
     """Return the largest of all ranks' numbers of tokens.  Collective."""
     return max(struct.unpack("q", its)[0] for its in world.exchange(struct.pack("q", num_tokens)))

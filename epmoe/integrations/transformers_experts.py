@@ -15,10 +15,10 @@ from ..a2a.fused import EpAll2AllFusedOp, fuses
 from ..a2a.base import propagate_layer_error, together, world_of
 from ..comm.error_propagation import check_plain
 from ..comm.world import thread_worlds
-from ..gemm.activations import GptOss, SwiGLU, activate
+from ..gemm.activations import UNGATED, GptOss, SwiGLU, activate
 from ..gemm.grouped import grouped_gemm
 from ..moe import experts as experts_ops
-from ..torch_modes import is_watched, join_backward
+from ..torch_modes import is_watched, join_backward, without_dynamo
 
 # The names of K in configurations.
 _TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -62,7 +62,7 @@ def _number_of(experts, *names):
 def _candidates(experts):
     """Return the activations of epmoe that the experts may have.  Those with a limit come first."""
     if not has_gate(experts):
-        return ["relu2", "silu", "gelu", "gelu_tanh"]
+        return UNGATED
     limit = _number_of(experts, "limit", "swiglu_limit")
     alpha = _number_of(experts, "alpha", "swiglu_alpha")
     if limit is None or not limit > 0:
@@ -86,7 +86,7 @@ def _is_activation_of(experts, activation):
     return torch.allclose(got, activate(x, activation), rtol=1e-6, atol=1e-6)
 
 
-@torch._disable_dynamo
+@without_dynamo
 def _find_activation(experts):
     """Set _epmoe_activation: the activation for epmoe's GEMM, or None where the experts apply their own."""
     with torch.no_grad():
@@ -175,7 +175,7 @@ class Layers:
         """Whether there is no layer for num_tokens among the layers of a shape."""
         return not layers or (self.max_tokens is None and layers[-1].max_tokens < num_tokens)
 
-    @torch._disable_dynamo
+    @without_dynamo
     def _make(self, layers, fused, num_tokens, hidden, topk, num_experts, dtype, device):
         with self._lock:
             if not self._lacks(layers, num_tokens):  # another thread has made it

@@ -32,6 +32,7 @@ class Staged:
     """
 
     def __init__(self, moe: EPMoE) -> None:
+        # Private: setattr would also call the hooks of registration, which must not see copies.
         self._stores: tuple[dict[str, Any], ...] = moe._parameters, moe._buffers
 
     def __enter__(self) -> Self:

@@ -29,8 +29,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 
 from .. import _C
 from ..a2a.layer import ANY_SLACK, MOST_ROOMS, NO_SIZE_HINT, next_size_hint
@@ -40,7 +38,7 @@ from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import Activation
 from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
 from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
-from ..torch_modes import check_mode, implement, is_watched, requires_grad
+from ..torch_modes import check_mode, implement, is_plain, is_transformed, is_watched, requires_grad
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
@@ -96,10 +94,10 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
     """
     layout = None
     try:
-        if as_operators or peek_interpreter_stack() is not None:
+        if as_operators or not (plain := is_plain()) and is_transformed():
             return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
         kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
-        if forward_ad._current_level >= 0:
+        if not plain:
             check_mode(tokens, topk_weights, *parameters)
         weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)
         empty = layer._allocator()
@@ -288,7 +286,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
     of_x, of_weight, of_gate_up, of_gate_up_bias, of_down, of_down_bias = needed
     d_gate_up = d_gate_up_bias = d_down = d_down_bias = None
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
-        as_operators = is_watched() or peek_interpreter_stack() is not None
+        as_operators = is_watched() or is_transformed()
         check_mode(dy, gate_up, down, may_batch=True)
         if torch.is_grad_enabled():
             raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "

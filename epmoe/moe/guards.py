@@ -56,6 +56,7 @@ def _ranks(group: ProcessGroup | None) -> set[int]:
 def check_ddp(moe: EPMoE, ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError if DistributedDataParallel averages the experts of `moe`, and must not."""
     world, own = moe.layer.world, {id(t) for t in shards.tensors(moe)}
+    # Private: ddp.parameters() has those that are ignored, too, and those that were added later.
     managed = {id(t) for t in (*ddp._module_parameters, *ddp.modules_buffers)}
     is_managed = not own.isdisjoint(managed)
     if is_managed and moe._fuses_gradients:
@@ -120,8 +121,9 @@ def check_sharded(moe: EPMoE, name: str, value: DTensor) -> None:
 def check_flat(moe: EPMoE) -> None:
     """Raise RuntimeError if a tensor of the experts of `moe` is a part of the flat parameter of FSDP1."""
     held = (t for root in shards.roots(moe) for _, m in shards.modules_below(root)
-            for t in (*m._parameters.values(), *m.__dict__.values()) if isinstance(t, torch.Tensor))
-    if is_spread(moe.layer.world) and any(getattr(t._base, "_is_flat_param", False) for t in held):
+            for t in (*m.parameters(recurse=False), *m.__dict__.values()) if isinstance(t, torch.Tensor))
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # takes seconds to import
+    if fsdp and is_spread(moe.layer.world) and any(isinstance(t._base, fsdp.FlatParameter) for t in held):
         raise RuntimeError("FullyShardedDataParallel (FSDP1) takes the experts of this EPMoE for copies, and "
                            "has mixed those of different ranks: make the model again, and use FSDP2: "
                            "fully_shard(epmoe.prepare_fsdp(model))")
@@ -141,11 +143,13 @@ def install() -> None:
     with _lock:
         if _is_installed or not _may_wrap():
             return
-        clip_grad._get_total_norm = _over_experts(clip_grad._get_total_norm)
-        clip_grad._clip_grads_with_norm_ = _mesh_by_mesh(clip_grad._clip_grads_with_norm_)
-        scaler: Any = torch.amp.GradScaler  # mypy knows no assignment to a method
-        scaler.unscale_ = _of_all_ranks(scaler.unscale_)
-        scaler._check_inf_per_device = _of_all_ranks(scaler._check_inf_per_device)
+        # The public names beside the private ones are what users have imported already, too late to wrap.
+        scaler = torch.amp.GradScaler
+        for owner, name, wrap in ((clip_grad, "_get_total_norm", _over_experts),
+                                  (clip_grad, "_clip_grads_with_norm_", _mesh_by_mesh),
+                                  (scaler, "unscale_", _of_all_ranks),
+                                  (scaler, "_check_inf_per_device", _of_all_ranks)):
+            setattr(owner, name, wrap(getattr(owner, name)))
         _is_installed = True
 
 
@@ -164,11 +168,11 @@ def _without_experts(init: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap FSDPParam.__init__, which shards a parameter."""
 
     @functools.wraps(init)
-    def wrapper(self: Any, param: nn.Parameter, *args: Any, **kwargs: Any) -> None:
+    def wrapper(self: Any, param: nn.Parameter, module_info: Any, *args: Any, **kwargs: Any) -> None:
         moe = owners().get(id(param))
-        init(self, param, *args, **kwargs)
+        init(self, param, module_info, *args, **kwargs)
         if moe is not None:
-            check_sharded(moe, self._module_info.param_name, self.sharded_param)
+            check_sharded(moe, module_info.param_name, self.sharded_param)
 
     return wrapper
 

@@ -24,7 +24,7 @@ from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import grouped_gemm, is_transposed
 from ..gemm.quantize import quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
-from ..torch_modes import is_watched, join_backward
+from ..torch_modes import is_watched, join_backward, without_dynamo
 from . import checkpoint, chunks, decode as decoding, experts as experts_ops, fp8, guards, numerics
 from . import placement, shards
 from .experts import Weights
@@ -608,7 +608,7 @@ class EPMoE(nn.Module):
         layer = self.layer
         path = decoding.path_of(layer, decode, self.is_fp8)
         try:
-            ddp = DistributedDataParallel._active_ddp_module
+            ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
             if ddp is not None and id(ddp) != self._checked_ddp:
                 self._check_ddp(ddp)
             watched = is_watched()
@@ -646,7 +646,7 @@ class EPMoE(nn.Module):
             self.last_layout = layout
         return y if x.dim() == 2 else unflatten(y, x.shape)
 
-    @torch._disable_dynamo
+    @without_dynamo
     def _forward_untraced(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
                           decode: bool | None) -> Tensor:
         """Run forward outside of compiled code, which would not see what a backward keeps."""
@@ -913,7 +913,8 @@ class EPMoE(nn.Module):
     @property
     def _computed(self) -> list[str]:
         """The names of weights that are not parameters of this module, but computed from others."""
-        return [n for n in _PARAMETERS if getattr(self, n) is not None and n not in self._parameters]
+        own = dict(self.named_parameters(recurse=False, remove_duplicate=False))
+        return [n for n in _PARAMETERS if getattr(self, n) is not None and n not in own]
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, metadata: StateDict, strict: bool,
                               missing: list[str], unexpected: list[str], errors: list[str]) -> None:
@@ -977,7 +978,7 @@ class EPMoE(nn.Module):
         if self.layer.world_size > 1:
             guards.install()
 
-    @torch._disable_dynamo
+    @without_dynamo
     def _check_ddp(self, ddp: DistributedDataParallel) -> None:
         guards.check_ddp(self, ddp)
         # without gradients, the check does not know from what the weights were computed

@@ -105,6 +105,7 @@ def prepare_ddp(model: _Model, process_group: ProcessGroup | None = None) -> _Mo
             raise ValueError(f"the experts are on ranks {own}, but the group of DistributedDataParallel has "
                              f"ranks {ranks}: with several groups of experts use FSDP2: "
                              f"fully_shard(epmoe.prepare_fsdp(model))")
+    # Private: the constructor of DistributedDataParallel has no argument for them.
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     names = list(dict.fromkeys([*before, *spread]))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map_only  # torch has no public pytree
 
 from .. import _C
 from ..comm.nodes import Nodes
 from ..comm.world import World
+from ..torch_modes import without_dynamo
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,7 +108,8 @@ def roots(moe: EPMoE) -> tuple[nn.Module, ...]:
 def named_tensors(root: nn.Module) -> dict[str, Tensor]:
     """Return {name: tensor} of the parameters and buffers of experts below one of roots(moe)."""
     return {f"{path}.{name}" if path else name: t for path, module in modules_below(root)
-            for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+            for named in (module.named_parameters, module.named_buffers)
+            for name, t in named(recurse=False, remove_duplicate=False)}
 
 
 def tensors(moe: EPMoE) -> list[Tensor]:
@@ -422,7 +424,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         _teach(optimizer)
 
 
-@torch._disable_dynamo
+@without_dynamo
 def _teach(optimizer: Any) -> None:
     known = owners()
     mine = [(known[id(p)], p) for p in _params(optimizer) if id(p) in known]

@@ -2,7 +2,7 @@
  * functions that they use, and the numbers that they accept. */
 #include "e4m3.h"
 #include "harness.h"
-#include "protocol/quantize.h"
+#include "protocol/activation_math.h"
 
 enum { NUM_ROWS = 3, NUM_COLS = 200, NUM_GROUPS = 2 };
 static const double alpha = 1.25, limit = 3;
@@ -67,7 +67,7 @@ bool test_quantize_activations(void) {
     Rng rng = {test_seed};
     for (uint32_t i = 0; i < NUM_ROWS * 2 * NUM_COLS; i++)
         x[i] = (float)rng_below(&rng, 10001) / 1000 - 5; /* also beyond the limit */
-    for (uint32_t activation = EP_ACT_NONE; activation <= EP_ACT_SILU; activation++) {
+    for (uint32_t activation = EP_ACT_NONE; activation < EP_NUM_ACTIVATIONS; activation++) {
         CHECK_CODE(NULL, 0, quantize(activation, alpha, limit, x, NUM_ROWS, q, scales));
         for (uint32_t r = 0; r < NUM_ROWS; r++) {
             const float *row = x + r * NUM_COLS * (ep_gemm_is_gated(activation) ? 2 : 1);
@@ -82,7 +82,7 @@ bool test_quantize_activations(void) {
     return true;
 }
 
-/* The functions have the accuracy that quantize.h promises. */
+/* The functions have the accuracy that activation_math.h promises. */
 bool test_quantize_functions(void) {
     const double least = ldexp(1, -22);
     for (uint32_t i = 0; i < 5000; i++) {
@@ -97,7 +97,7 @@ bool test_quantize_functions(void) {
 /* The activations with numbers need a finite alpha and a positive limit. The others ignore both. */
 bool test_quantize_refuses_numbers(void) {
     const double wrong[][2] = {{NAN, 1}, {INFINITY, 1}, {-INFINITY, 1}, {1, 0}, {1, -1}, {1, NAN}};
-    for (uint32_t activation = EP_ACT_NONE; activation <= EP_ACT_SILU; activation++) {
+    for (uint32_t activation = EP_ACT_NONE; activation < EP_NUM_ACTIVATIONS; activation++) {
         const bool has_numbers = activation == EP_ACT_GPT_OSS || activation == EP_ACT_SWIGLU_NUMBERS ||
                                  activation == EP_ACT_SWIGLU_PLUS_ONE;
         CHECK_CODE(NULL, 0, quantize(activation, -1, INFINITY, NULL, 0, NULL, NULL));
@@ -105,6 +105,6 @@ bool test_quantize_refuses_numbers(void) {
             CHECK_CODE(NULL, has_numbers ? EP_EINVAL : 0,
                        quantize(activation, wrong[i][0], wrong[i][1], NULL, 0, NULL, NULL));
     }
-    CHECK_CODE(NULL, EP_EINVAL, quantize(EP_ACT_SILU + 1, 1, 1, NULL, 0, NULL, NULL));
+    CHECK_CODE(NULL, EP_EINVAL, quantize(EP_NUM_ACTIVATIONS, 1, 1, NULL, 0, NULL, NULL));
     return true;
 }

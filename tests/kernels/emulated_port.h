@@ -208,6 +208,7 @@ extern "C" __attribute__((weak)) bool ep_interrupted(void) { return false; }
 
 #define EP_PTX_CUH
 #define EP_RESIDENT_CUH
+#define EP_DEVICE_MATH /* for activation_math.h */
 EP_FN float ep_ex2(float x) { return exp2f(x); }
 EP_FN float ep_rcp(float x) { return 1.0f / x; }
 EP_FN void ep_sleep_2us(void) { sched_yield(); }

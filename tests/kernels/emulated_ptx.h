@@ -258,6 +258,7 @@ EP_PTX void ep_red_add_f32x2(float *to, float a, float b) {
 EP_PTX uint32_t ep_lane_now(void) { return threadIdx.x % 32; }
 EP_PTX uint32_t ep_num_ctas_now(void) { return gridDim.x; }
 
+#define EP_DEVICE_MATH /* for activation_math.h */
 EP_PTX float ep_ex2(float x) { return exp2f(x); }
 EP_PTX float ep_rcp(float x) { return 1 / x; }
 static uint16_t ep_round(float v, bool f16) {

@@ -60,7 +60,10 @@ struct Tensors {
         weighted.assign(num, 0x7ffe);
         for (uint32_t i = 0; i < c.num_rows; i++) row_weight.push_back(normal(ep_random));
         dots.assign(c.num_rows, NAN);
-        ep_act_numbers(&p, c.activation, c.alpha, c.limit);
+        p.activation = c.activation;
+        p.alpha = c.alpha;
+        p.limit = c.limit;
+        ep_act_numbers(p.activation, &p.alpha, &p.limit);
         p.num_rows = c.num_rows;
         p.num_experts = (uint32_t)c.offsets.size() - 1;
         p.num_cols = c.num_cols;

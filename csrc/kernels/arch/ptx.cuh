@@ -370,6 +370,7 @@ template <bool F16> EP_PTX void ep_unpack(uint32_t v, float *lo, float *hi) {
         *hi = __uint_as_float(v & 0xffff0000u);
     }
 }
+#define EP_DEVICE_MATH /* for activation_math.h */
 /* 2^x and 1 / x, each with a relative error of about 2^-22. Subnormal arguments and results become 0. */
 EP_PTX float ep_ex2(float x) {
     float y;

@@ -5,12 +5,11 @@
 #ifndef EP_ACTIVATION_CUH
 #define EP_ACTIVATION_CUH
 #include "kernels/stage/rows.cuh"
-#define EP_DEVICE_MATH
 #include "protocol/activation_math.h"
 
 /* The eight gates and the eight ups of a lane's columns, before and after the gradient. */
 template <int ACT, int DTYPE> struct EpGates {
-    static constexpr bool GATED = EP_ACT_IS_GATED(ACT), MIXED = ACT == EP_ACT_GPT_OSS;
+    static constexpr bool GATED = EP_ACT_IS_GATED(ACT), MIXED = EP_ACT_IS_MIXED(ACT);
     typedef EpVec<DTYPE> Vec;
     float v[16]; /* MIXED: gate, up, gate, up; otherwise the gates, then the ups */
 

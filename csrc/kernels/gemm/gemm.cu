@@ -78,7 +78,7 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
  * or the 32 of a tile for small M, must have one scale, and so must their ups. */
 static bool has_whole_blocks(const EpGemmFp8Params *p) {
     const EpGemmParams *g = &p->gemm;
-    return !ep_gemm_is_gated(g->activation) || g->activation == EP_ACT_GPT_OSS ||
+    return !ep_gemm_is_gated(g->activation) || EP_ACT_IS_MIXED(g->activation) ||
            ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (ep_gemm_is_small_m(g) ? 32 : 64) == 0;
 }
 

@@ -23,7 +23,6 @@ static inline EpTensorMap ep_map_rows(const EpGemmParams *p, const void *base, u
 }
 
 /* Which rows of the weights belong to a column, and which operand is transposed. */
-EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
 EP_HANDLES_ALL(EP_NUM_GEMM_KINDS, 3);
 static inline EpTensorMap ep_map_a(const EpGemmParams *p, uint32_t tile_cols) {
     return ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n, tile_cols == 64 ? 16 : 64);
@@ -36,8 +35,8 @@ static inline EpTensorMap ep_map_a(const EpGemmParams *p, uint32_t tile_cols) {
 static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
     const uint64_t n = p->n;
     const uint64_t k = p->k;
-    const uint64_t of_up = p->activation == EP_ACT_GPT_OSS ? k : n / 2 * k;
-    const uint64_t next = p->activation == EP_ACT_GPT_OSS ? 2 * k : k;
+    const uint64_t of_up = EP_ACT_IS_MIXED(p->activation) ? k : n / 2 * k;
+    const uint64_t next = EP_ACT_IS_MIXED(p->activation) ? 2 * k : k;
     EpTensorMap plain = {p->b,       3,
                          p->is_f16,  {k, n, p->num_experts},
                          {k, n * k}, {64, p->kind == EP_GEMM_DGRAD ? 64 : tile_cols / 2, 1}};

@@ -25,7 +25,7 @@ template <int ACT, bool F16, bool ACCUMULATES> struct EpSimpleGemm {
     /* The row of the weights for column c of the product. Columns alternate between gate and up; except for
      * GPT_OSS, the gate rows are the first half of the weights. */
     static __device__ uint32_t weight_row(const EpGemmParams *p, uint32_t c) {
-        return GATED && ACT != EP_ACT_GPT_OSS ? c / 2 + c % 2 * (p->n / 2) : c;
+        return GATED && !EP_ACT_IS_MIXED(ACT) ? c / 2 + c % 2 * (p->n / 2) : c;
     }
     /* Element c of the contraction, for row m of the tile (A) or column n of the tile (B). Zero outside of
      * the operands. */

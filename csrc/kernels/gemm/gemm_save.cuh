@@ -49,7 +49,7 @@ template <typename C> EP_PTX void ep_gemm_save_part(float *d, const EpGemmParams
     const uint32_t out_cols = ep_gemm_out_cols(p);
     EpGemmDeferred<EpGemmSaved> saved, values;
     saved.num_rows = values.num_rows = num_rows;
-    if constexpr (C::ACT == EP_ACT_GPT_OSS) {
+    if constexpr (EP_ACT_IS_MIXED(C::ACT)) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll

@@ -78,7 +78,7 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     };
     static constexpr bool FP8 = true, BY_BLOCK = BY_BLOCK_, SCALE_WARP = BY_BLOCK, IS_MEGA = false;
     /* A tile has gate columns and up columns, which have different scales. */
-    static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
+    static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && !EP_ACT_IS_MIXED(ACT);
     static constexpr int NUM_PIECES = BN_ == 256 ? 2 : 1;
     static constexpr int BOX_K = EP_GEMM_SCALE_BLOCK, BK = Of16Bits::K_BOXES * BOX_K;
     /* bytes: for each 128 values of k the rows, and of each piece cols and up; of all stages, with an

@@ -9,7 +9,7 @@
 #include <cuda_fp8.h>
 
 #include "kernels/stage/rows.cuh"
-#include "protocol/quantize.h"
+#include "protocol/activation_math.h"
 
 #define EP_QUANTIZE_WARPS 4u /* of a CTA */
 #define EP_QUANTIZE_CTAS 7u  /* of an SM, so a thread has 72 registers */
@@ -64,7 +64,7 @@ EP_FN EpQuantizeInput<DTYPE, GATED> ep_quantize_read(const EpQuantizeParams &p, 
     const uint64_t begin = (uint64_t)row * p.k;
     if (!GATED) {
         in.part[0] = ep_read_eight<DTYPE, WHOLE>(p.x, begin + col, num);
-    } else if (p.activation == EP_ACT_GPT_OSS) { /* gate, up, gate, up */
+    } else if (EP_ACT_IS_MIXED(p.activation)) { /* gate, up, gate, up */
         in.part[0] = ep_read_eight<DTYPE, WHOLE>(p.x, 2 * (begin + col), 2 * num);
         in.part[GATED] = ep_read_eight<DTYPE, WHOLE>(p.x, 2 * (begin + col) + 8, 2 * num - 8);
     } else {
@@ -80,9 +80,8 @@ EP_FN void ep_quantize_unpack(const EpQuantizeParams &p, const EpQuantizeInput<D
     EpEight<DTYPE>::unpack(in.part[0], a);
     if (GATED) EpEight<DTYPE>::unpack(in.part[GATED], a + NUM - 8);
     static_assert(ACT == EP_ACT_KERNEL(ACT), "the others are read from the parameters");
-    EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
     const uint32_t activation = ACT == EP_ACT_SWIGLU ? EP_ACT_SWIGLU : p.activation;
-    const bool mixed = activation == EP_ACT_GPT_OSS;
+    const bool mixed = EP_ACT_IS_MIXED(activation);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int gate = 2 * i % NUM, up = (2 * i + 1) % NUM; /* where they are mixed */
@@ -169,7 +168,6 @@ template <int DTYPE, int ACT> __global__ void __launch_bounds__(32 * EP_QUANTIZE
 
 typedef void EpQuantizeKernel(EpQuantizeParams);
 template <int DTYPE> EpQuantizeKernel *ep_quantize_kernel_for(uint32_t activation) {
-    EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
     const uint32_t act = EP_ACT_KERNEL(activation);
     return act == EP_ACT_NONE     ? quantize_kernel<DTYPE, EP_ACT_NONE>
            : act == EP_ACT_GELU   ? quantize_kernel<DTYPE, EP_ACT_GELU>

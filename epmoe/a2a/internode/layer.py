@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import _StopRecomputationError
 
 from ... import _C
 from ...comm.nodes import Nodes
@@ -18,7 +17,7 @@ from ...comm.rail import RESERVE_SMS
 from ...comm.error_propagation import is_reported, mark_reported
 from ...comm.validation import BARRIER, COMBINE, DISPATCH, FAILED, FINALIZE, OP_OF, PLAN, SECOND, Header
 from ...errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
-from ...torch_modes import check_mode, requires_grad
+from ...torch_modes import StopRecomputation, check_mode, requires_grad, without_dynamo
 from ...gemm.activations import Activation
 from ..base import cast
 from ..fused import EpAll2AllFusedOp, check_no_gradients
@@ -161,7 +160,7 @@ class InternodeLayer(EPAll2AllLayer):
         """Report to all ranks that this one cannot take part in op, then raise the error."""
         try:
             # checkpointing needs no more of this forward
-            if not isinstance(error, _StopRecomputationError) and not is_reported(error):
+            if not isinstance(error, StopRecomputation) and not is_reported(error):
                 self._validate(OP_OF[op], error=error)
             raise error
         finally:
@@ -176,7 +175,7 @@ class InternodeLayer(EPAll2AllLayer):
         try:
             if self._applies:
                 type(self.team_layer)._propagate_now(self.team_layer, op, error, buffer)
-            if not isinstance(error, _StopRecomputationError):
+            if not isinstance(error, StopRecomputation):
                 self.nodes._end(error)
             raise error
         finally:
@@ -187,7 +186,7 @@ class InternodeLayer(EPAll2AllLayer):
         """End the world after an error between a validation and the end of a call."""
         try:
             yield
-        except _StopRecomputationError:
+        except StopRecomputation:
             raise
         except BaseException as error:
             if isinstance(error, (EpIndexError, EpOverflow, PeerError)):
@@ -287,7 +286,7 @@ class InternodeLayer(EPAll2AllLayer):
         num_chunks = moe._chunks_of_call(requires_grad(x, topk_weights, *params))
         return self._apply_now(moe, params, num_chunks, x, topk_idx, topk_weights)
 
-    @torch._disable_dynamo
+    @without_dynamo
     def _apply_now(self, moe: EPMoE, params: tuple[Tensor | None, ...], num_chunks: int, x: Tensor,
                    topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, NodesLayout]:
         """Do it as calls.
@@ -305,7 +304,7 @@ class InternodeLayer(EPAll2AllLayer):
                 self._fixed.owes_result = True
             try:
                 y, layout.team = moe._compute(self.team_layer, here, layout.indices, weight_here)
-            except _StopRecomputationError:
+            except StopRecomputation:
                 raise
             except Exception as e:
                 error = e
@@ -320,7 +319,7 @@ class InternodeLayer(EPAll2AllLayer):
         with self._ending():
             return rows.Return.apply(y, None, layout, True)[0], layout
 
-    @torch._disable_dynamo
+    @without_dynamo
     def preprocess(self, exp_indices: Tensor, full_scatter_indices: Tensor | None = None, *,
                    buffer: int = 0) -> NodesLayout:
         self._check_buffer(_C.OP_PLAN, buffer)
@@ -335,7 +334,7 @@ class InternodeLayer(EPAll2AllLayer):
         self._validate(PLAN)
         return self._plan_team(self._plan_rail(exp_indices, buffer))
 
-    @torch._disable_dynamo
+    @without_dynamo
     def dispatch(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
                  full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
                  buffer: int = 0) -> tuple[Tensor, Tensor | None, NodesLayout]:
@@ -344,7 +343,7 @@ class InternodeLayer(EPAll2AllLayer):
             out, row_weight, mine.team = self.team_layer.dispatch(here, None, weight_here, layout=mine.team)
         return out, row_weight, mine
 
-    @torch._disable_dynamo
+    @without_dynamo
     def dispatch_fp8(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
                      full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
                      buffer: int = 0) -> tuple[Tensor, Tensor, Tensor | None, NodesLayout]:
@@ -361,7 +360,7 @@ class InternodeLayer(EPAll2AllLayer):
                                                                               layout=mine.team)
         return out, scales, row_weight, mine
 
-    @torch._disable_dynamo
+    @without_dynamo
     def combine(self, input: Tensor, layout: Layout, weight: Tensor | None = None) -> Tensor:
         try:
             check_mode(input, weight)
@@ -528,7 +527,7 @@ class InternodeFusedOp(InternodeLayer, EpAll2AllFusedOp):
             check_no_gradients(name, *leaves, gemm_weight, gemm_scale, bias)
             self._check_fp8(rows, columns, *product)
 
-    @torch._disable_dynamo
+    @without_dynamo
     def mega_dispatch_group_gemm(self, input: Tensor, exp_indices: Tensor | None = None,
                                  layout: Layout | None = None, gemm_weight: Tensor | None = None,
                                  weight: Tensor | None = None, *, bias: Tensor | None = None,
@@ -550,7 +549,7 @@ class InternodeFusedOp(InternodeLayer, EpAll2AllFusedOp):
                 gemm_scale=gemm_scale)
         return h, row_weight, mine
 
-    @torch._disable_dynamo
+    @without_dynamo
     def mega_group_gemm_combine(self, gemm_input: Tensor, gemm_weight: Tensor, layout: Layout,
                                 weight: Tensor | None = None, *, bias: Tensor | None = None,
                                 gemm_scale: Tensor | None = None) -> Tensor:

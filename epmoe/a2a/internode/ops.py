@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._library.fake_impl import allocate_size
 
 from ...comm import validation
-from ...torch_modes import implement
+from ...torch_modes import implement, new_size
 from ..ops import absent, lib, register_fake
 from ..layout import Layout
 from . import plan, rows
@@ -86,10 +85,7 @@ implement(lib, "nodes_return", _return)
 @register_fake("nodes_plan")
 def _(x: Tensor, weight: Tensor | None, indices: Tensor, layer_id: str, gradients: bool,
       after: Tensor | None = None) -> tuple[Tensor, ...]:
-    tracer = torch.library.get_ctx()
-    shape_env = tracer._shape_env  # as rows_to_trace: the graph does not break at these sizes
-    here, sent = (tracer.new_dynamic_size() if shape_env is None else allocate_size(shape_env)
-                  for _ in range(2))
+    here, sent = new_size(breaks_graph=False), new_size(breaks_graph=False)  # as rows_to_trace
     return (indices.new_empty(here, indices.shape[1], dtype=torch.int32),
             indices.new_empty(sent, dtype=torch.int64), torch.empty_like(indices),
             torch.empty(3, layers[layer_id].num_nodes, dtype=torch.int64, device="cpu"))

@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import _StopRecomputationError
 
 from ...comm import validation
-from ...torch_modes import requires_grad
+from ...torch_modes import StopRecomputation, requires_grad
 from ...gemm.weight_gradients import Factors
 from . import rows
 from .plan import NodesLayout
@@ -294,7 +293,7 @@ def apply(layer: InternodeLayer, moe: EPMoE, num_chunks: int, params: tuple[Tens
             y, error = None, None
             try:
                 y, part.team = moe._compute(layer.team_layer, here, part.indices, weight_here, uses[c])
-            except _StopRecomputationError:
+            except StopRecomputation:
                 raise
             except Exception as e:
                 error = e
