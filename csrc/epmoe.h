@@ -242,6 +242,8 @@ typedef struct {
     bool has_split_gates; /* gates in front of ups, in an activation that multiplies them */
 } EpProduct;
 bool ep_layer_fuses(const EpLayerConfig *config, bool has_kernels, const EpProduct *product);
+/* Whether products in this dtype (EpOpDtype) run on this backend, fused or by themselves. */
+bool ep_multiplies(EpBackendKind kind, uint32_t dtype);
 /* Collective: check that all ranks have the same configuration; if not, the error names the field.
  * ep_layer_create does this too. This function is for callers that create the heap of the layer first.
  * status: 0, or the code with which this rank has no configuration; ep_error_text() then has the reason. */

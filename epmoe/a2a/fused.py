@@ -519,9 +519,10 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
 
         def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
             rows, row_weight, out = outputs
+            recv, gemm_weight, bias = others
             return _C.layer_dispatch_gemm(self._c, buffer, (
-                x, weight, plan, rows, row_weight, *others, out, None, activation, alpha, limit,
-                with_grad, FORWARD, awaits_rows))
+                x, None, weight, plan, rows, None, row_weight, recv, gemm_weight, None, bias, out, None,
+                activation, alpha, limit, with_grad, FORWARD, awaits_rows))
 
         call = plan, buffer, x.shape[0]
         kept_for = gemm_weight.data_ptr() if with_grad else None
@@ -533,7 +534,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                       with_grad: bool = False) -> tuple[Tensor, Tensor]:
         rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
         gemm_weight, bias = aligned(gemm_weight), aligned(bias)
-        tensors = a, gemm_weight, bias, rows, row_weight, None, plan, recv, out, None
+        tensors = a, None, gemm_weight, None, bias, rows, row_weight, None, plan, recv, out, None
         _C.layer_gemm_combine(self._c, buffer, (
             *tensors, with_grad, FORWARD))
         return out, rows
@@ -544,7 +545,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                            buffer: int) -> tuple[Tensor, Tensor | None, Layout]:
         """mega_dispatch_group_gemm in FP8.  product: gemm_weight, gemm_scale, bias and activation."""
         gemm_weight, gemm_scale, bias, activation = product
-        op = _C.OP_DISPATCH_GEMM_FP8 if self.fused else _C.OP_DISPATCH_FP8
+        op = _C.OP_DISPATCH_GEMM if self.fused else _C.OP_DISPATCH
         try:
             check_mode(input, weight, gemm_weight, bias)
             check_no_gradients("dispatch + GEMM", input, weight, *product[:3])
@@ -568,7 +569,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                                                  buffer)
         return self._mega_fp8_planned(layout, input, weight, product, num_rows)
 
-    @reported_after_plan(_C.OP_DISPATCH_GEMM_FP8)
+    @reported_after_plan(_C.OP_DISPATCH_GEMM)
     def _mega_fp8_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
                           product: tuple[Tensor, Tensor, Tensor | None, Activation | None],
                           num_rows: int) -> tuple[Tensor, Tensor | None, EPLayout]:
@@ -605,9 +606,9 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
 
         def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
             (row_weight, out), (rows, row_scale, *others) = outputs, others
-            return _C.layer_dispatch_gemm_fp8(self._c, buffer, (
-                x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, number, alpha, limit,
-                awaits_rows))
+            return _C.layer_dispatch_gemm(self._c, buffer, (
+                x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, None, number, alpha,
+                limit, False, FORWARD, awaits_rows))
 
         call = plan, buffer, x.shape[0]
         (row_weight, out), others = self._run_dispatch(call, num_rows, make, launch)
@@ -633,13 +634,13 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 rows = grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
                                     b_scale=gemm_scale, out_dtype=self.dtype)
         except Exception as error:
-            self._propagate(_C.OP_GEMM_COMBINE_FP8 if fused else _C.OP_COMBINE, error,
+            self._propagate(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error,
                             self._buffer_of(layout))
         if not fused:
             return self.combine(rows, layout, weight)
         return self._by_token(self._combine_fp8_checked(layout, rows, scales, weights, weight))
 
-    @reported_after_plan(_C.OP_GEMM_COMBINE_FP8)
+    @reported_after_plan(_C.OP_GEMM_COMBINE)
     def _combine_fp8_checked(self, layout: EPLayout, rows: Tensor, scales: Tensor, weights: Fp8Weights,
                              weight: Tensor | None) -> Tensor:
         if is_watched():
@@ -657,9 +658,9 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
         gemm_weight, gemm_scale, bias = weights
         # DLPack of some versions of torch has no FP8, so the module gets bytes
-        _C.layer_gemm_combine_fp8(self._c, buffer, (
+        _C.layer_gemm_combine(self._c, buffer, (
             a.view(torch.uint8), a_scale, aligned(gemm_weight).view(torch.uint8), aligned(gemm_scale),
-            aligned(bias), rows, row_weight, plan, recv, out))
+            aligned(bias), rows, row_weight, None, plan, recv, out, None, False, FORWARD))
         return out
 
     # ---- without token saving, every choice is a token of its own (_copies > 1) ----

@@ -399,7 +399,6 @@ class EPAll2AllLayer(CollectiveLayer):
         References:
             DeepSeek-V3 Technical Report, section 3.3.2 (1x128 groups) and 3.3.3 (dispatch in FP8).
         """
-        op = _C.OP_DISPATCH_FP8
         try:
             if requires_grad(*(t for t in (input, weight) if isinstance(t, torch.Tensor))):
                 raise RuntimeError("dispatch_fp8 has no gradients: call it under torch.no_grad(), or use "
@@ -407,9 +406,10 @@ class EPAll2AllLayer(CollectiveLayer):
             if self.hidden % 16:
                 raise ValueError(f"hidden {self.hidden}: dispatch_fp8 needs a multiple of 16")
         except Exception as error:
-            self._propagate(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
-        layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
-                                                 buffer)
+            self._propagate(_C.OP_PLAN if layout is None else _C.OP_DISPATCH, error,
+                            self._buffer_of(layout, buffer))
+        layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight,
+                                                 full_scatter_indices, layout, buffer)
         return self._dispatch_fp8_planned(layout, input, weight, num_rows)
 
     def combine(self, input: Tensor, layout: Layout, weight: Tensor | None = None) -> Tensor:
@@ -734,15 +734,16 @@ class EPAll2AllLayer(CollectiveLayer):
             return [self._empty(n, self.hidden), row_weight], [recv]
 
         def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
-            return _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad,
-                                                       awaits_rows))
+            rows, row_weight = outputs
+            return _C.layer_dispatch(self._c, buffer, (x, None, weight, plan, rows, None, row_weight, *others,
+                                                       with_grad, awaits_rows))
 
         call = plan, buffer, x.shape[0]
         (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,
                                                          kept_for if with_grad else None)
         return rows, row_weight, recv
 
-    @reported_after_plan(_C.OP_DISPATCH_FP8)
+    @reported_after_plan(_C.OP_DISPATCH)
     def _dispatch_fp8_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
                               num_rows: int) -> tuple[Tensor, Tensor, Tensor | None, EPLayout]:
         x, x_scale = quantize_fp8(input.contiguous())
@@ -768,8 +769,8 @@ class EPAll2AllLayer(CollectiveLayer):
             return outputs, [recv]
 
         def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
-            return _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others,
-                                                           awaits_rows))
+            return _C.layer_dispatch(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others, False,
+                                                       awaits_rows))
 
         call = plan, buffer, x.shape[0]
         (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch)

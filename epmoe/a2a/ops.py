@@ -391,7 +391,7 @@ def _run_dispatch_fp8(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: T
                       buffer: int, num_rows: int,
                       after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EPAll2AllLayer = layer_of(layer_id)
-    with reporting(layer, _C.OP_DISPATCH_FP8, buffer, plan, num_rows < 0):
+    with reporting(layer, _C.OP_DISPATCH, buffer, plan, num_rows < 0):
         rows, scales, row_weight, recv = layer._dispatch_fp8(aligned(x), x_scale, aligned(weight), plan,
                                                              buffer, num_rows)
     return rows, scales, absent(x_scale) if row_weight is None else row_weight, recv
@@ -426,7 +426,7 @@ def _run_dispatch_gemm_fp8(x: Tensor, x_scale: Tensor, weight: Tensor | None, pl
                            after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     weights = gemm_weight, gemm_scale, bias
     layer: EpAll2AllFusedOp = layer_of(layer_id)
-    with reporting(layer, _C.OP_DISPATCH_GEMM_FP8, buffer, plan, num_rows < 0):
+    with reporting(layer, _C.OP_DISPATCH_GEMM, buffer, plan, num_rows < 0):
         out, row_weight, recv = layer._dispatch_gemm_fp8(
             aligned(x), x_scale, aligned(weight), plan, weights, buffer, num_rows,
             (activation, alpha, limit))
@@ -439,7 +439,7 @@ def _run_gemm_combine_fp8(a: Tensor, a_scale: Tensor, gemm_weight: Tensor, gemm_
                           after: Tensor | None = None) -> Tensor:
     weights = gemm_weight, gemm_scale, bias
     layer: EpAll2AllFusedOp = layer_of(layer_id)
-    with reporting(layer, _C.OP_GEMM_COMBINE_FP8, buffer, plan):
+    with reporting(layer, _C.OP_GEMM_COMBINE, buffer, plan):
         return layer._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens)
 
 

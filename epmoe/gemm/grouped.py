@@ -149,7 +149,8 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, ro
     bias, row_weight = aligned(bias), aligned(row_weight)
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
     counter = tile_counter(a)
-    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable)
+    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable,
+                    None, None)
     return out
 
 
@@ -230,7 +231,7 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale
     sums = out if fits else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     counter = tile_counter(a)
     mark_written((sums,))
-    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable)
+    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable, None, None)
     if not fits:
         out.add_(sums)
 

@@ -13,7 +13,7 @@ from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement
 from .activations import Activation, activate
-from .grouped import (FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel, has_kernel,
+from .grouped import (FORWARD, FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel, has_kernel,
                       rows_of_experts, tile_counter)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -231,8 +231,8 @@ def _grouped_gemm_fp8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, of
     a, b, offsets = map(aligned, (a, b, offsets))
     bias, row_weight = aligned(bias), aligned(row_weight)
     # DLPack of some versions of torch has no FP8, so the kernel gets bytes
-    _C.grouped_gemm_fp8(activation, alpha, limit, a.view(torch.uint8), b.view(torch.uint8),
-                        (a_scale, b_scale), offsets, bias, row_weight, tile_counter(a), out, portable)
+    _C.grouped_gemm(FORWARD, activation, alpha, limit, a.view(torch.uint8), b.view(torch.uint8), offsets,
+                    bias, row_weight, tile_counter(a), out, portable, a_scale, b_scale)
     return out
 
 

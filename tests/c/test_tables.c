@@ -33,7 +33,7 @@ bool test_word_names(void) {
 bool test_text_of_missing_rows(void) {
     const EpShape s = {.num_ranks = 2};
     EpFaultRecord f = {.code = EP_ETIMEOUT, .word = EP_WORD_READY, .peer = 1, .want = 128, .got = 127};
-    const uint32_t ops[] = {EP_OP_DISPATCH_GEMM, EP_OP_DISPATCH_GEMM_FP8};
+    const uint32_t ops[] = {EP_OP_DISPATCH_GEMM, EP_OP_WORD(EP_OP_DISPATCH_GEMM, EP_IN_FP8)};
     for (int i = 0; i < 2; i++) {
         f.op = ops[i];
         CHECK_CODE(NULL, EP_ETIMEOUT, ep_fault_error(&f, &s, 1));
