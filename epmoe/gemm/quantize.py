@@ -1,7 +1,4 @@
-"""FP8: rows and weights of float8_e4m3fn with a scale for each block, and their grouped GEMM.
-
-The operator is used by grouped_gemm of gemm.py, which checks the arguments.
-"""
+"""FP8: rows and weights of float8_e4m3fn with a scale for each block."""
 
 import math
 
@@ -13,15 +10,11 @@ from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement
 from .activations import Activation, activate
-from .grouped import (FORWARD, FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel, has_kernel,
-                      rows_of_experts, tile_counter)
+from .grouped import FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
-_lib.define("grouped_gemm_fp8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, "
-            "Tensor? bias, Tensor? row_weight, int activation, bool portable, float alpha, float limit, "
-            "ScalarType dtype) -> Tensor")
 _lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alpha, float limit) -> (Tensor, "
             "Tensor)")
 
@@ -192,55 +185,3 @@ def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         q[e] = (blocks * inverse).to(q.dtype).flatten(2, 3).flatten(0, 1)[:n, :k]
         scales[e] = scale[:, 0, :, 0]
     return q, scales
-
-
-def _by_expert(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], offsets: Tensor, bias: Tensor | None,
-               row_weight: Tensor | None, named: Activation | None, out: Tensor) -> Tensor:
-    """Compute the grouped GEMM by torch, for any device.  The host reads the offsets.
-
-    As in the kernels, each 128 products are added up first, in float32; their sum is multiplied by the
-    product of the two scales and added to the result; and the result is rounded once, at the end.
-    """
-    a_scale, b_scale = scales
-    n, k = b.shape[1:]
-    with torch.autocast(a.device.type, enabled=False):
-        for e, begin, end in rows_of_experts(offsets, len(a)):
-            rows, weight = a[begin:end].float(), b[e].float()
-            columns = b_scale[e].repeat_interleave(BLOCK, 0)[:n]  # [N, K / 128]
-            y = rows.new_zeros((end - begin, n))
-            for g in range(-(-k // BLOCK)):
-                part = slice(g * BLOCK, (g + 1) * BLOCK)
-                y += rows[:, part] @ weight[:, part].t() * (a_scale[begin:end, g, None] * columns[:, g])
-            y = y if bias is None else y + bias[e].float()
-            y = y if named is None else activate(y, named)
-            out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
-    return out
-
-
-def _out_shape(a: Tensor, b: Tensor, activation: int) -> tuple[int, int]:
-    return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
-
-
-def _grouped_gemm_fp8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor,
-                      bias: Tensor | None, row_weight: Tensor | None, activation: int, portable: bool,
-                      alpha: float, limit: float, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)
-    if not has_kernel(a, b, (torch.float8_e4m3fn,)):
-        named = activation_of(activation, alpha, limit)
-        return _by_expert(a, b, (a_scale, b_scale), offsets, bias, row_weight, named, out.zero_())
-    a, b, offsets = map(aligned, (a, b, offsets))
-    bias, row_weight = aligned(bias), aligned(row_weight)
-    # DLPack of some versions of torch has no FP8, so the kernel gets bytes
-    _C.grouped_gemm(FORWARD, activation, alpha, limit, a.view(torch.uint8), b.view(torch.uint8), offsets,
-                    bias, row_weight, tile_counter(a), out, portable, a_scale, b_scale)
-    return out
-
-
-implement(_lib, "grouped_gemm_fp8", _grouped_gemm_fp8)
-
-
-@torch.library.register_fake("epmoe::grouped_gemm_fp8", lib=_lib)
-def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, bias: Tensor | None,
-      row_weight: Tensor | None, activation: int, portable: bool, alpha: float, limit: float,
-      dtype: torch.dtype) -> Tensor:
-    return torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)

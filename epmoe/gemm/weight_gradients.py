@@ -38,7 +38,8 @@ def gradient_of(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offsets: T
                 portable: bool = False) -> Tensor | None:
     """Return the gradient [L, N, K] of weights, of a [M, N] and b [M, K], or what deferred returns."""
     if deferred is None:
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, portable)
+        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, WGRAD, 0, portable,
+                                            None)
     return deferred.take(Factors(deferred, a, b, offsets, portable))
 
 
@@ -80,7 +81,8 @@ class Factors:
             torch.ops.epmoe.grouped_wgrad_add(*self.tensors, out, scale, self.portable)
             return _stand_in(p, self.deferred_wgrad.shape)
         a, b, offsets = self.tensors
-        grad = torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, self.portable)
+        grad = torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, WGRAD, 0, self.portable,
+                                            None)
         return grad if scale == 1 else grad * scale
 
 

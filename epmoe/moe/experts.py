@@ -40,7 +40,7 @@ from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import Activation
 from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
 from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
-from ..torch_modes import check_mode, implement, is_watched, requires_grad
+from ..torch_modes import check_mode, implement, is_watched, record_gradient, requires_grad
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
@@ -376,7 +376,8 @@ def _run_sum_of_rows(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> T
     """Return the sum [L, N] of each expert's rows of g, times their weights: WGRAD with one other column."""
     column = g.new_ones(g.shape[0]) if row_weight is None else row_weight.to(g.dtype)
     columns = F.pad(column[:, None], (0, 15))
-    return torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, WGRAD, 0, False)[..., 0].contiguous()
+    return torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, None, None, WGRAD, 0, False,
+                                        None)[..., 0].contiguous()
 
 
 for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_backward_down),
@@ -434,4 +435,4 @@ def _backward_of_operator(ctx: Any, dy: Tensor, *_: Any) -> _Gradients:
     return x, weight, None, *of_parameters, *[None] * 7
 
 
-torch.library.register_autograd("epmoe::experts", _backward_of_operator, setup_context=_save, lib=lib)
+record_gradient(lib, "experts", _save, _backward_of_operator)
