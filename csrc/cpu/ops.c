@@ -151,7 +151,7 @@ static void clear_padding(const EpDispatchParams *p, const EpRowScales *scales) 
 
 void ep_cpu_dispatch(const EpDispatchParams *p, const EpScales *s, uint32_t worker, uint32_t num_workers) {
     const EpComm *c = &p->comm;
-    const EpRowScales *scales = s->dtype == EP_IN_FP8 ? &s->rows : NULL;
+    const EpRowScales *scales = s->dtype == EP_IN_LAYER_DTYPE ? NULL : &s->rows;
     const uint32_t op = EP_OP_WORD(EP_OP_DISPATCH, s->dtype);
     uint32_t W = c->shape.num_ranks;
     uint64_t epoch = ep_begin(c), n, num_tasks;
