@@ -383,6 +383,7 @@ typedef struct {
     const EpTensor *num_rows; /* NULL, or i32 [1]: rows from this number on are neither read nor written */
     const EpTensor *q;        /* u8 [M][K], the bytes of e4m3 numbers */
     const EpTensor *scales;   /* f32 [K / 128][M], rounded up */
+    bool is_pow2;             /* scales are powers of two */
 } EpQuantize;
 int ep_quantize(const EpQuantize *quantize, void *stream);
 

@@ -446,5 +446,6 @@ def quantize_fp8(
     num_rows: Tensor | None,
     q: Tensor,
     scales: Tensor,
+    is_pow2: bool,
     /,
 ) -> None: ...

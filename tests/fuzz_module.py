@@ -218,7 +218,7 @@ SIGNATURES = {
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
     "grouped_gemm_fp8": "small seconds seconds x rows scales plan weight? row_weight? plan out small",
-    "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales",
+    "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales flag",
     "activation": "small seconds seconds x x plan weight? x x weight",
     "gemm_has_counter": "x", "device_query": "n",
     "ll_handle_words": "config",

@@ -73,18 +73,20 @@ FAST(activation) {
     return ep_done(code);
 }
 
-/* (activation, alpha, limit, x, num_rows, q, scales): the bytes of FP8 numbers */
+/* (activation, alpha, limit, x, num_rows, q, scales, is_pow2): the bytes of FP8 numbers */
 FAST(quantize_fp8) {
     EpTensor t[4];
     EpQuantize a = {0};
+    uint32_t is_pow2;
     int code;
-    WANT(7);
+    WANT(8);
     const EpTensor **const to[] = {&a.x, &a.num_rows, &a.q, &a.scales};
     if (!ep_get_u32(args[0], &a.activation) || !ep_get_double(args[1], &a.alpha) ||
-        !ep_get_double(args[2], &a.limit))
+        !ep_get_double(args[2], &a.limit) || !ep_get_u32(args[7], &is_pow2))
         return NULL;
     for (int i = 0; i < 4; i++)
         if (!ep_get_tensor(args[3 + i], i == 1, &t[i], to[i])) return NULL;
+    a.is_pow2 = is_pow2 != 0;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
     WITHOUT_LOCK(code = ep_quantize(&a, stream));
     return ep_done(code);

@@ -22,8 +22,8 @@ _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm_fp8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, "
             "Tensor? bias, Tensor? row_weight, int activation, bool portable, float alpha, float limit, "
             "ScalarType dtype) -> Tensor")
-_lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alpha, float limit) -> (Tensor, "
-            "Tensor)")
+_lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alpha, float limit, bool "
+            "pow2=False) -> (Tensor, Tensor)")
 
 
 def _check_input(x: Tensor, num_dims: int, shape: str) -> None:
@@ -40,10 +40,12 @@ def _check_input(x: Tensor, num_dims: int, shape: str) -> None:
                            "tensor")
 
 
-def _scale_of(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _scale_of(blocks: Tensor, dims: tuple[int, ...], pow2: bool = False) -> tuple[Tensor, Tensor]:
     """Return the scale of each block, and 1 / scale.  dims: the dimensions of a block; they become 1."""
     most = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims, keepdim=True).clamp(min=2.0**-100)
     scales = most / torch.full_like(most, 448)  # to divide by a number, torch multiplies by 1 / 448 on a GPU
+    if pow2:  # the next one, by the bits; infinity stays infinity
+        scales = ((scales.view(torch.int32) + 0x7fffff) & 0x7f800000).view(torch.float32)
     return scales, 1 / scales
 
 
@@ -54,23 +56,24 @@ def _empty_rows(x: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     return q, x.new_empty((-(-k // BLOCK), num_rows), dtype=torch.float32).t()
 
 
-def _quantize_by_torch(x: Tensor, activation: int, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
+def _quantize_by_torch(x: Tensor, activation: int, alpha: float, limit: float,
+                       pow2: bool) -> tuple[Tensor, Tensor]:
     named = activation_of(activation, alpha, limit)
     x = x.float() if named is None else activate(x.float(), named)
     groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    scales, inverse = _scale_of(groups, (2,))
+    scales, inverse = _scale_of(groups, (2,), pow2)
     return (groups * inverse).to(torch.float8_e4m3fn).flatten(1)[:, :x.shape[1]], scales[:, :, 0]
 
 
-def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float,
-                  limit: float) -> tuple[Tensor, Tensor]:
+def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float,
+                  pow2: bool = False) -> tuple[Tensor, Tensor]:
     q, scales = _empty_rows(x, activation)
     if x.device.type == "cpu" or (x.device.type == "cuda" and _C.HAS_CUDA
                                   and capabilities(x.device).major >= 8):
-        _C.quantize_fp8(activation, alpha, limit, aligned(x), num_rows, q.view(torch.uint8), scales.t())
+        _C.quantize_fp8(activation, alpha, limit, aligned(x), num_rows, q.view(torch.uint8), scales.t(), pow2)
     else:
         num = len(x) if num_rows is None else min(max(num_rows.item(), 0), len(x))
-        q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, alpha, limit)
+        q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, alpha, limit, pow2)
     return q, scales
 
 
@@ -78,8 +81,8 @@ implement(_lib, "quantize_fp8", _quantize_fp8)
 
 
 @torch.library.register_fake("epmoe::quantize_fp8", lib=_lib)
-def _(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float) -> tuple[Tensor,
-      Tensor]:
+def _(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float,
+      pow2: bool = False) -> tuple[Tensor, Tensor]:
     return _empty_rows(x, activation)
 
 
@@ -93,8 +96,8 @@ def _check_num_rows(num_rows: Tensor, x: Tensor) -> None:
                          f"{list(num_rows.shape)} on {num_rows.device}")
 
 
-def quantize_fp8(x: Tensor, activation: Activation | None = None,
-                 num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tensor | None = None, *,
+                 pow2: bool = False) -> tuple[Tensor, Tensor]:
     """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers of a row.
 
     One kernel reads the rows once.  With an activation it quantises the activations of the rows, which are
@@ -113,6 +116,8 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None,
             "relu2", "gelu", "gelu_tanh", "silu" (no gates).
         num_rows: None, or one int32 on x's device, for example expert_offsets[-1:] of a layer with a
             capacity: rows from this number on are neither read nor written, and the host reads nothing.
+        pow2: Round each scale up to a power of two.  Numbers can then get another scale that is a power of
+            two without an error, as long as they stay normal.
 
     Returns:
         A tuple (q, scales): [M, K] float8_e4m3fn and [M, ceil(K / 128)] float32, in memory column after
@@ -150,7 +155,7 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None,
         _check_num_rows(num_rows, x)
         num_rows = num_rows.reshape(1)
     check_mode(x, may_batch=True)
-    return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel)
+    return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel, pow2)
 
 
 def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
