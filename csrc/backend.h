@@ -9,7 +9,7 @@
 #include "protocol/activation.h"
 #include "protocol/low_latency.h"
 #include "protocol/params.h"
-#include "protocol/quantize.h"
+#include "protocol/wgrad_fp8.h"
 #include "runtime/deferred_free.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
@@ -73,6 +73,9 @@ typedef struct {
     int (*gemm_fp8)(int device, const EpGemmFp8Params *p, void *stream); /* NULL if there is none */
     int (*activation)(int device, const EpActivationParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
+    int (*transpose)(int device, const EpTransposeParams *p, void *stream);
+    int (*quantize_weight)(int device, const EpQuantizeWeightParams *p, void *stream);
+    int (*wgrad_fp8)(int device, const EpWgradFp8Params *p, void *stream); /* NULL if there is none */
     /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: gemm needs none. */
     int (*tile_counter)(int device, void *stream, uint64_t **counter);
     int (*query)(int device, EpDevice *out); /* what the device can do; NULL for the CPU */

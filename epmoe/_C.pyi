@@ -449,3 +449,37 @@ def quantize_fp8(
     is_pow2: bool,
     /,
 ) -> None: ...
+
+# The gradient of weights in FP8; see csrc/protocol/wgrad_fp8.h.  Numbers of FP8 are uint8 here; a format is
+# 0 for e4m3 and 1 for e5m2.
+def transpose_fp8(
+    x: Tensor,
+    x_scale: Tensor | None,
+    offsets: Tensor,
+    q: Tensor,
+    scales: Tensor,
+    format: int,
+    by_expert: bool,
+    /,
+) -> None: ...
+def quantize_fp8_weight(
+    x: Tensor,
+    q: Tensor,
+    transposed: Tensor,
+    scales: Tensor,
+    transposed_scales: Tensor,
+    /,
+) -> None: ...
+def wgrad_fp8(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    tile_counter: Tensor | None,
+    out: Tensor,
+    alpha: float,
+    a_format: int,
+    scales: int,
+    /,
+) -> None: ...

@@ -42,6 +42,7 @@ CONCERN = {
     "csrc/protocol/low_latency*": "C low_latency errors_low_latency",
     "csrc/protocol/gemm*": "C gemm_products",
     "csrc/protocol/quantize*": "C fp8 fp8_quantize",
+    "csrc/protocol/wgrad_fp8*": "fp8_wgrad",
     "csrc/protocol/activation*": "moe_activations activation_gradients",
     "csrc/protocol/*": "C stages plan_* dispatch_rows combine_sums layer_padding low_latency errors_after",
     "csrc/layer/experts*": "experts_* moe_arguments moe_layer moe_decode fused_forward",
@@ -57,6 +58,7 @@ CONCERN = {
     "csrc/cpu/plan*": "C stages plan_* layer_padding",
     "csrc/cpu/activation*": "moe_activations activation_gradients",
     "csrc/cpu/quantize*": "fp8 fp8_quantize",
+    "csrc/cpu/transpose*": "fp8_wgrad",
     "csrc/cpu/rows*": "C stages dispatch_rows dispatch_fp8 combine_sums fp8_quantize low_latency",
     "csrc/cpu/*": "C stages dispatch_rows combine_sums layer_padding plan_slots heap_access",
     "epmoe/integrations/layers.py": "integrations_torchtitan integrations_megatron",
@@ -98,6 +100,7 @@ CONCERN = {
     "epmoe/moe/*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies moe_fp8",
     "epmoe/gemm/grouped.py": "gemm_* fp8 fused_forward",
     "epmoe/gemm/quantize.py": "fp8 fp8_quantize",
+    "epmoe/gemm/wgrad_fp8.py": "fp8_wgrad",
     "epmoe/gemm/weight_gradients.py": "moe_weight_gradients gemm_products gemm_accumulate",
 }
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "+": "-",

@@ -345,6 +345,16 @@ static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     ep_cpu_quantize_rows(p);
     return 0;
 }
+static int transpose(int device, const EpTransposeParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_transpose(p);
+    return 0;
+}
+static int quantize_weight(int device, const EpQuantizeWeightParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_quantize_weight(p);
+    return 0;
+}
 
 const EpBackend ep_cpu_backend = {
     .heap_device = heap_device,
@@ -373,6 +383,8 @@ const EpBackend ep_cpu_backend = {
     .gemm_combine = gemm_combine,
     .activation = activation,
     .quantize = quantize,
+    .transpose = transpose,
+    .quantize_weight = quantize_weight,
     .preload = preload,
 };
 

@@ -270,6 +270,22 @@ static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     EP_TRY(ep_guard(device, &g));
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_quantize(p, stream), "quantisation kernel"));
 }
+static int transpose(int device, const EpTransposeParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_transpose(p, stream), "transposition kernel"));
+}
+static int quantize_weight(int device, const EpQuantizeWeightParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_quantize_weight(p, stream),
+                                        "quantisation kernel of weights"));
+}
+static int wgrad_fp8(int device, const EpWgradFp8Params *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_wgrad_fp8(p, stream), "WGRAD kernel of FP8"));
+}
 
 static int activation(int device, const EpActivationParams *p, void *stream) {
     EpGuard g;
@@ -365,6 +381,9 @@ const EpBackend ep_cuda_backend = {
     .gemm_fp8 = gemm_fp8,
     .activation = activation,
     .quantize = quantize,
+    .transpose = transpose,
+    .quantize_weight = quantize_weight,
+    .wgrad_fp8 = wgrad_fp8,
     .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,
     .dispatch_gemm_fp8 = dispatch_gemm_fp8,

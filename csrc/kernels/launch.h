@@ -4,7 +4,7 @@
 #define EP_LAUNCH_H
 #include "protocol/activation.h"
 #include "protocol/params.h"
-#include "protocol/quantize.h"
+#include "protocol/wgrad_fp8.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -22,6 +22,9 @@ int ep_launch_gemm(const EpGemmParams *p, void *stream);
 int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream);
 int ep_launch_activation(const EpActivationParams *p, void *stream);
 int ep_launch_quantize(const EpQuantizeParams *p, void *stream);
+int ep_launch_transpose(const EpTransposeParams *p, void *stream);
+int ep_launch_quantize_weight(const EpQuantizeWeightParams *p, void *stream);
+int ep_launch_wgrad_fp8(const EpWgradFp8Params *p, void *stream);
 int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
 int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream);
 int ep_launch_enter(const EpComm *c, uint32_t op, void *stream);
