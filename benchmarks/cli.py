@@ -40,7 +40,7 @@ BENCHES = {
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
 }
-OF_FP8 = {"gemm": gemm_fp8, "layer": layer_fp8}  # what --fp8 measures in their place
+OF_FP8 = {"gemm": gemm_fp8, "layer": layer_fp8, "train": train}  # what --fp8 measures in their place
 # These start no ranks.
 COMPUTES = {"report": report.main, "scale": scale.main}
 
@@ -85,7 +85,7 @@ def parse(argv):
         s.add_argument("--local-ranks", type=positive, metavar="L",
                        help="nodes: the ranks of a node (default: half of the ranks)")
         s.add_argument("--fp8", action="store_true",
-                       help="gemm, layer: those of FP8, beside 16 bits, with their errors")
+                       help="gemm, layer, train: those of FP8, beside 16 bits, with their errors")
         s.add_argument("--iters", type=positive,
                        help="runs; the median counts (default: 30, on the CPU 10; gemm: rounds, 6 and 3)")
         s.add_argument("--json", type=new_file, metavar="FILE", 
@@ -112,7 +112,7 @@ def parse(argv):
     if options.bench not in ("nodes", "all") and options.local_ranks:
         p.error("--local-ranks: only nodes takes it")
     if options.bench not in OF_FP8 and options.fp8:
-        p.error("--fp8: only gemm and layer take it")
+        p.error("--fp8: only gemm, layer and train take it")
     return options
 
 

@@ -36,7 +36,7 @@ def jobs(run):
 def with_torch(run, kind, a, b, offsets):
     """Compute the same GEMM with torch: one call on a GPU, one per expert on the CPU."""
     if not run.on_gpu:
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, kind, 0, False)
+        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, 0, False, None)
     if len(offsets) == 2 and kind != WGRAD:
         return a @ (b[0].t() if kind == FORWARD else b[0])
     if kind == WGRAD:
@@ -98,7 +98,7 @@ def measure(run, shape):
     def ours(kind, activation, a, b):
         if kind == FORWARD:
             return epmoe.grouped_gemm(a, b, offsets=offsets, activation=activation)
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, kind, 0, False)
+        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, 0, False, None)
 
     for name, kind, activation, a, b in products:
         with poisoned():

@@ -5,6 +5,9 @@ epmoe stages    one after the other, each a kernel of its own (fused=False)
 torch           sort, all_to_all_single, torch._grouped_mm, compiled SwiGLU, index_add
 torch products  torch's grouped GEMMs alone on the same rows: two forward, four backward
 Liger           its megakernel, where liger_cute_kernels can be imported
+epmoe FP8       with --fp8: EPMoE(compute_dtype=torch.float8_e4m3fn); its errors are shown
+torch FP8 products  with --fp8: torch._scaled_grouped_mm alone on rows that are quantised already, with a
+                scale for each row and each column of the weights: two forward, four backward
 
 All alternate in rounds, so that each meets the GPU in the same state.  A rank that is alone computes as one
 rank of four: a quarter of the experts, and as many rows; nothing crosses a link.  Gradients are compared
@@ -32,9 +35,11 @@ from .measure import slowest
 RANKS = 4  # a rank that is alone computes as one of them
 DEFAULT = ("seed", "dsv3", "qwen3-235b", "qwen3-30b", "mixtral")
 PASSES = ("forward", "backward", "both")
-RATIOS = {"torch": "torch", "torch products": "GEMMs", "Liger": "Liger"}  # of epmoe, and their names
+# Of epmoe and epmoe FP8, and the names of these ratios.
+RATIOS = {"torch": "torch", "torch products": "GEMMs", "Liger": "Liger", "epmoe": "bf16"}
 NAMES = ("y", "gradient of x", "gradient of the routing weights", "gradient of gate_up_proj",
          "gradient of down_proj")
+FP8_BOUND = 0.15
 BOUNDS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # of the norm of an error over that of the result
 
 
@@ -207,6 +212,54 @@ class Inference:
         pass
 
 
+class Fp8Products:
+    """torch's FP8 grouped GEMMs alone, with numbers that are quantised already.
+
+    Operands whose contraction runs over rows have, for each expert, a multiple of 16 rows.
+    """
+
+    def __init__(self, num_rows, gate_up, down):
+        num, device = len(gate_up), gate_up.device
+        each = num_rows // num // 16 * 16
+        self.ends = torch.arange(each, num * each + 1, each, device=device, dtype=torch.int32)
+        wide, hidden, inner = gate_up.shape[1], gate_up.shape[2], down.shape[2]
+
+        def make(*sizes):
+            return torch.randn(sizes, device=device).to(torch.float8_e4m3fn)
+
+        self.rows = {n: make(num * each, n) for n in (hidden, wide, inner)}  # K-major over columns
+        self.columns = {n: make(n, num * each) for n in (hidden, wide, inner)}  # K-major over rows
+        self.weights = {(n, k): make(num, n, k) for n, k in ((wide, hidden), (hidden, inner), (inner, hidden),
+                                                             (hidden, wide))}
+        self.scale_of_rows = torch.ones(num * each, device=device)
+        self.sizes = hidden, wide, inner
+
+    def _product(self, n, k):
+        scale = torch.ones(len(self.ends), n, device=self.ends.device)
+        return torch._scaled_grouped_mm(self.rows[k], self.weights[n, k].transpose(1, 2), self.scale_of_rows,
+                                        scale, offs=self.ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def _weight_gradient(self, n, k):
+        scales = [torch.ones(len(self.ends) * size, device=self.ends.device) for size in (n, k)]
+        return torch._scaled_grouped_mm(self.columns[n], self.columns[k].t(), *scales, offs=self.ends,
+                                        out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def forward(self):
+        hidden, wide, inner = self.sizes
+        self._product(wide, hidden)
+        return self._product(hidden, inner)
+
+    def backward(self, dy):
+        hidden, wide, inner = self.sizes
+        self._product(inner, hidden)
+        self._weight_gradient(hidden, inner)
+        self._product(hidden, wide)
+        self._weight_gradient(wide, hidden)
+
+    def clear(self):
+        pass
+
+
 class Products:
     """torch's grouped GEMMs alone, on the rows that a rank receives."""
 
@@ -354,6 +407,22 @@ def add_liger(run, shape, steps, inputs, moe, dy):
         steps["Liger"] = step
 
 
+def add_fp8_products(run, steps, num_rows, parameters):
+    """Add torch's products in FP8, or say why they cannot be measured.  Collective."""
+    error = "" if run.on_gpu else "they need a GPU"
+    try:
+        if run.on_gpu:
+            products = Fp8Products(num_rows, *parameters)
+            products.backward(products.forward())
+            torch.cuda.synchronize()
+    except Exception as e:  # it must not stop the other measurements
+        error = f"{type(e).__name__}: {e}".split("\n")[0]
+    if slowest(run.cpu_group, float(bool(error))):
+        run.say(f"  torch FP8 products: not measured: {error or 'they do not work on all ranks'}"[:100])
+    else:
+        steps["torch FP8 products"] = products
+
+
 def record(run, shape, ms, sizes):
     """Add the rows of a shape: the peers' first, then those of epmoe with their ratios."""
     flops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner
@@ -366,7 +435,9 @@ def record(run, shape, ms, sizes):
     alone = {name: ms.pop(name)["forward"] for name in [n for n in ms if n.endswith(" inference")]}
     for what, factor in zip(PASSES, (1, 2, 3)):
         for name in sorted(ms, key=lambda n: n.startswith("epmoe")):
-            over = {RATIOS[n]: ms[n][what] for n in RATIOS if n in ms} if name == "epmoe" else None
+            over = None
+            if name in ("epmoe", "epmoe FP8"):
+                over = {RATIOS[n]: ms[n][what] for n in RATIOS if n in ms and n != name}
             if name == "epmoe stages":
                 over = {n: ms[n][what] for n in ("torch", "epmoe")}
             add(f"{name} {what}", ms[name][what], factor, over)
@@ -385,7 +456,10 @@ def record(run, shape, ms, sizes):
 def measure(run, shape):
     if run.size == 1:
         run.say(f"{shape.name} as one rank of {RANKS}:")
-    inputs = x, idx, weight = run.inputs(shape)
+    x, idx, weight = run.inputs(shape)
+    if run.options.fp8 and x.dtype == torch.float32:  # of the CPU
+        x = x.bfloat16()
+    inputs = x, idx, weight
     dy = torch.randn_like(x)
     fused, stages = (run.layer(shape, x.dtype, epmoe.EpAll2AllFusedOp, **o) for o in ({}, {"fused": False}))
     options = dict(hidden=shape.hidden, inner=shape.inner, num_experts=shape.experts, topk=shape.topk,
@@ -402,10 +476,21 @@ def measure(run, shape):
         run.agree(differs(steps[name].results(), want))
     del want
     add_liger(run, shape, steps, inputs, moe, dy)
+    if run.options.fp8:
+        eight = epmoe.EPMoE(layer=fused, **options, compute_dtype=torch.float8_e4m3fn)
+        eight.gate_up_proj, eight.down_proj = parameters
+        steps["epmoe FP8"] = Step(lambda x, w: eight(x, idx, w), x, weight, dy, parameters)
+        pairs = zip(steps["epmoe FP8"].results(), steps["epmoe"].results())
+        found = [relative_error(a, b) for a, b in pairs]
+        run.say("  FP8 beside 16 bits, norms of errors: "
+                + ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, found)))
+        run.agree("" if max(found) < FP8_BOUND else "the results in FP8 differ too much from those in bf16")
     sizes = {name: memory(run, step) for name, step in steps.items()}
     with torch.no_grad():
         rows, _, layout = stages.dispatch(x, idx)
     steps["torch products"] = Products(rows, layout.expert_offsets, *parameters)
+    if run.options.fp8:
+        add_fp8_products(run, steps, len(rows), parameters)
     steps |= {f"{name} inference": Inference(steps[name]) for name in ("torch", "epmoe")}
     ms = alternate(run, steps)
     record(run, shape, ms, sizes)

@@ -9,7 +9,7 @@
 #include "protocol/activation.h"
 #include "protocol/low_latency.h"
 #include "protocol/params.h"
-#include "protocol/quantize.h"
+#include "protocol/wgrad_fp8.h"
 #include "runtime/deferred_free.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
@@ -51,28 +51,29 @@ typedef struct {
     /* Wait for all work that this process has enqueued on the device. */
     int (*sync_all)(int device);
     /* The operations that wait for peers. Those of one sequence (EpComm.launch_sequence) run in the order of
-     * these calls, whatever their streams. */
+     * these calls, whatever their streams. scales: the dtype of the operation, and in FP8 the scales. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
-    int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
-    int (*dispatch_fp8)(int device, const EpDispatchFp8Params *p, uint32_t num_sm, void *stream);
+    int (*dispatch)(int device, const EpDispatchParams *p, const EpScales *scales, uint32_t num_sm,
+                    void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
     int (*ll_dispatch)(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
     int (*ll_combine)(int device, const EpLlCombineParams *p, uint32_t num_sm, void *stream);
-    int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
+    int (*enter)(int device, const EpComm *c, uint32_t word, void *stream); /* word: EP_OP_WORD */
     /* Clear the buffer's faulted word in stream order, after the operations that it made do nothing. */
     int (*clear)(int device, const EpComm *c, void *stream);
-    /* The fused operations. Those of FP8 are NULL if the backend has none. */
-    int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
-    int (*dispatch_gemm_fp8)(int device, const EpDispatchGemmFp8Params *p, void *stream);
-    int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
-    int (*gemm_combine_fp8)(int device, const EpGemmCombineFp8Params *p, void *stream);
+    /* The fused operations. ep_multiplies says in which dtypes they are called. */
+    int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, const EpScales *scales, void *stream);
+    int (*gemm_combine)(int device, const EpGemmCombineParams *p, const EpScales *scales, void *stream);
     /* The operations that only their stream orders. */
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
-    int (*gemm)(int device, const EpGemmParams *p, void *stream);
-    int (*gemm_fp8)(int device, const EpGemmFp8Params *p, void *stream); /* NULL if there is none */
+    /* scales: NULL, or those of numbers in FP8, which ep_multiplies tells whether the backend has */
+    int (*gemm)(int device, const EpGemmParams *p, const EpGemmScales *scales, void *stream);
     int (*activation)(int device, const EpActivationParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
+    int (*transpose)(int device, const EpTransposeParams *p, void *stream);
+    int (*quantize_weight)(int device, const EpQuantizeWeightParams *p, void *stream);
+    int (*wgrad_fp8)(int device, const EpWgradFp8Params *p, void *stream); /* NULL if there is none */
     /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: gemm needs none. */
     int (*tile_counter)(int device, void *stream, uint64_t **counter);
     int (*query)(int device, EpDevice *out); /* what the device can do; NULL for the CPU */
@@ -106,8 +107,8 @@ int ep_heap_open_buffer(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 /* Local: prepare a buffer that its heap has filled in. */
 int ep_comm_open(EpCommBuffer *b, const EpShape *shape);
 void ep_comm_close(EpCommBuffer *b); /* local */
-/* Begin the call record of an operation of this buffer. ep_world_end_call ends it. */
-uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream);
+/* Begin the call record of an operation of this buffer, an EP_OP_WORD. ep_world_end_call ends it. */
+uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t word, uint64_t num_tokens, int code, void *stream);
 /* Called before an operation: 0, or the error of the world or of an earlier operation of this buffer. */
 int ep_comm_check(EpCommBuffer *b, void *stream);
 /* End the world, because this rank could not launch an operation on its GPU: it cannot propagate the error by

@@ -242,6 +242,8 @@ typedef struct {
     bool has_split_gates; /* gates in front of ups, in an activation that multiplies them */
 } EpProduct;
 bool ep_layer_fuses(const EpLayerConfig *config, bool has_kernels, const EpProduct *product);
+/* Whether products in this dtype (EpOpDtype) run on this backend, fused or by themselves. */
+bool ep_multiplies(EpBackendKind kind, uint32_t dtype);
 /* Collective: check that all ranks have the same configuration; if not, the error names the field.
  * ep_layer_create does this too. This function is for callers that create the heap of the layer first.
  * status: 0, or the code with which this rank has no configuration; ep_error_text() then has the reason. */
@@ -383,7 +385,42 @@ typedef struct {
     const EpTensor *num_rows; /* NULL, or i32 [1]: rows from this number on are neither read nor written */
     const EpTensor *q;        /* u8 [M][K], the bytes of e4m3 numbers */
     const EpTensor *scales;   /* f32 [K / 128][M], rounded up */
+    bool is_pow2;             /* scales are powers of two */
 } EpQuantize;
 int ep_quantize(const EpQuantize *quantize, void *stream);
+
+/* ---- the gradient of weights in FP8: local to a rank. protocol/wgrad_fp8.h has the layout of transposed
+ * rows [C][P], and what each operation computes. On CUDA, C is a multiple of 16. ---- */
+
+typedef struct {
+    const EpTensor *x;          /* [M][C]: f32, bf16, f16; or u8, the bytes of e4m3 numbers */
+    const EpTensor *x_scale;    /* of e4m3, otherwise NULL: f32 [M][C / 128], rounded up, of any strides */
+    const EpTensor *offsets;    /* i32 [L + 1] */
+    const EpTensor *q, *scales; /* u8 [C][P], f32 [P / 128][C]; P = 128 * (M / 128 + L), rounded down */
+    uint32_t format;            /* EpFp8Format of q */
+    bool by_expert;             /* from e4m3: scales are of experts: f32 [L][C / 128], rounded up */
+} EpTranspose;
+int ep_transpose(const EpTranspose *transpose, void *stream);
+
+/* Weights to e4m3, and transposed, with a scale for each block of 128 by 128. */
+typedef struct {
+    const EpTensor *x;                          /* [L][N][K]: f32, bf16 or f16 */
+    const EpTensor *q, *transposed;             /* u8 [L][N][K] and [L][K][N] */
+    const EpTensor *scales, *transposed_scales; /* f32 [L][N / 128][K / 128] and [L][K / 128][N / 128] */
+} EpQuantizeWeight;
+int ep_quantize_weight(const EpQuantizeWeight *quantize, void *stream);
+
+/* The product of two transposed rows for each expert. CUDA devices of Hopper only. */
+typedef struct {
+    const EpTensor *a, *b;             /* u8 [N][P] and [K][P] */
+    const EpTensor *a_scale, *b_scale; /* f32 [P / 128][N] and [P / 128][K]; or [L][N / 128], [L][K / 128] */
+    const EpTensor *offsets;           /* i32 [L + 1] */
+    const EpTensor *tile_counter;      /* as in EpGemm */
+    const EpTensor *out;               /* [L][N][K]: bf16, f16; or f32, to which alpha times it is added */
+    double alpha;
+    uint32_t a_format; /* EpFp8Format of a; b is e4m3 */
+    uint32_t scales;   /* EpWgradScales */
+} EpWgradFp8;
+int ep_wgrad_fp8(const EpWgradFp8 *wgrad, void *stream);
 
 #endif /* EPMOE_H */

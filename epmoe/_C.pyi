@@ -75,9 +75,6 @@ OP_DISPATCH_GEMM: Final[int]
 OP_GEMM_COMBINE: Final[int]
 OP_LL_DISPATCH: Final[int]
 OP_LL_COMBINE: Final[int]
-OP_DISPATCH_FP8: Final[int]
-OP_DISPATCH_GEMM_FP8: Final[int]
-OP_GEMM_COMBINE_FP8: Final[int]
 # EpCode
 EINVAL: Final[int]
 ENOMEM: Final[int]
@@ -177,9 +174,11 @@ class _Plan(NamedTuple):
 
 class _Dispatch(NamedTuple):
     x: Tensor
+    x_scale: Tensor | None
     weight: Tensor | None
     plan: Tensor
     rows: Tensor
+    row_scale: Tensor | None
     row_weight: Tensor | None
     recv: Tensor
     requires_grad: int
@@ -200,12 +199,15 @@ class _Combine(NamedTuple):
 
 class _DispatchGemm(NamedTuple):
     x: Tensor
+    x_scale: Tensor | None
     weight: Tensor | None
     plan: Tensor
     rows: Tensor
+    row_scale: Tensor | None
     row_weight: Tensor | None
     recv: Tensor
     gemm_weight: Tensor
+    gemm_scale: Tensor | None
     bias: Tensor | None
     out: Tensor
     saved: Tensor | None
@@ -218,7 +220,9 @@ class _DispatchGemm(NamedTuple):
 
 class _GemmCombine(NamedTuple):
     a: Tensor
+    a_scale: Tensor | None
     gemm_weight: Tensor
+    gemm_scale: Tensor | None
     bias: Tensor | None
     rows: Tensor
     row_weight: Tensor | None
@@ -249,47 +253,6 @@ class _LlCombine(NamedTuple):
     is_masked: int
     fp8: int
     parts: int
-
-class _DispatchFp8(NamedTuple):
-    x: Tensor
-    x_scale: Tensor
-    weight: Tensor | None
-    plan: Tensor
-    rows: Tensor
-    row_scale: Tensor
-    row_weight: Tensor | None
-    recv: Tensor
-    awaits_rows: int
-
-class _DispatchGemmFp8(NamedTuple):
-    x: Tensor
-    x_scale: Tensor
-    weight: Tensor | None
-    plan: Tensor
-    rows: Tensor
-    row_scale: Tensor
-    row_weight: Tensor | None
-    recv: Tensor
-    gemm_weight: Tensor
-    gemm_scale: Tensor
-    bias: Tensor | None
-    out: Tensor
-    activation: int
-    alpha: float
-    limit: float
-    awaits_rows: int
-
-class _GemmCombineFp8(NamedTuple):
-    a: Tensor
-    a_scale: Tensor
-    gemm_weight: Tensor
-    gemm_scale: Tensor
-    bias: Tensor | None
-    rows: Tensor
-    row_weight: Tensor | None
-    plan: Tensor
-    recv: Tensor
-    out: Tensor
 
 class _Experts(NamedTuple):
     x: Tensor
@@ -372,9 +335,6 @@ def layer_dispatch_gemm(layer: _Layer, buffer: int, arguments: _DispatchGemm | _
 def layer_gemm_combine(layer: _Layer, buffer: int, arguments: _GemmCombine | _Tuple, /) -> _Ran: ...
 def layer_ll_dispatch(layer: _Layer, buffer: int, arguments: _LlDispatch | _Tuple, /) -> _Ran: ...
 def layer_ll_combine(layer: _Layer, buffer: int, arguments: _LlCombine | _Tuple, /) -> _Ran: ...
-def layer_dispatch_fp8(layer: _Layer, buffer: int, arguments: _DispatchFp8 | _Tuple, /) -> _Ran: ...
-def layer_dispatch_gemm_fp8(layer: _Layer, buffer: int, arguments: _DispatchGemmFp8 | _Tuple, /) -> _Ran: ...
-def layer_gemm_combine_fp8(layer: _Layer, buffer: int, arguments: _GemmCombineFp8 | _Tuple, /) -> _Ran: ...
 def layer_experts(layer: _Layer, buffer: int, arguments: _Experts | _Tuple, /) -> _Ran: ...
 def layer_experts_down(layer: _Layer, buffer: int, arguments: _ExpertsDown | _Tuple, /) -> _Ran: ...
 def layer_experts_up(layer: _Layer, buffer: int, arguments: _ExpertsUp | _Tuple, /) -> _Ran: ...
@@ -391,7 +351,7 @@ def device_query(device: int, /) -> tuple[int, int, int, bool]: ...  # epmoe.com
 
 def gemm_has_counter(tensor: Tensor, /) -> bool: ...  # for the current stream of the tensor's device
 
-# See csrc/protocol/gemm_params.h.  All tensors are on a CUDA device.
+# See csrc/protocol/gemm_params.h.  With scales a and b are uint8, the bytes of FP8 numbers, on a CUDA device.
 def grouped_gemm(
     kind: int,
     activation: int,
@@ -405,23 +365,8 @@ def grouped_gemm(
     tile_counter: Tensor | None,
     out: Tensor,
     portable: bool,
-    /,
-) -> None: ...
-
-# The same with numbers of FP8, which are uint8 here, and their scales (of a, of b).
-def grouped_gemm_fp8(
-    activation: int,
-    alpha: float,
-    limit: float,
-    a: Tensor,
-    b: Tensor,
-    scales: tuple[Tensor, Tensor],
-    offsets: Tensor,
-    bias: Tensor | None,
-    row_weight: Tensor | None,
-    tile_counter: Tensor | None,
-    out: Tensor,
-    portable: bool,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
     /,
 ) -> None: ...
 
@@ -449,5 +394,40 @@ def quantize_fp8(
     num_rows: Tensor | None,
     q: Tensor,
     scales: Tensor,
+    is_pow2: bool,
+    /,
+) -> None: ...
+
+# The gradient of weights in FP8; see csrc/protocol/wgrad_fp8.h.  Numbers of FP8 are uint8 here; a format is
+# 0 for e4m3 and 1 for e5m2.
+def transpose_fp8(
+    x: Tensor,
+    x_scale: Tensor | None,
+    offsets: Tensor,
+    q: Tensor,
+    scales: Tensor,
+    format: int,
+    by_expert: bool,
+    /,
+) -> None: ...
+def quantize_fp8_weight(
+    x: Tensor,
+    q: Tensor,
+    transposed: Tensor,
+    scales: Tensor,
+    transposed_scales: Tensor,
+    /,
+) -> None: ...
+def wgrad_fp8(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor,
+    tile_counter: Tensor | None,
+    out: Tensor,
+    alpha: float,
+    a_format: int,
+    scales: int,
     /,
 ) -> None: ...

@@ -51,32 +51,17 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any, out_val: Tenso
     return _product(offsets, a, out_val if kind_is_wgrad else b)
 
 
-def _grouped_gemm_fp8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, *_: Any,
-                      **__: Any) -> int:
-    return _product(offsets, a, b)
-
-
 def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, *_: Any, **__: Any) -> int:
     return _product(offsets, a, out)
 
 
-def _dispatch_gemm(x: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, bias: Any, layer: str, *_: Any,
-                   out_val: list[Tensor], **__: Any) -> int:
+def _dispatch_gemm(x: Any, x_scale: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, gemm_scale: Any,
+                   bias: Any, layer: str, *_: Any, out_val: list[Tensor], **__: Any) -> int:
     return _product_of_layer(layer, plan, out_val[0], gemm_weight)
 
 
-def _dispatch_gemm_fp8(x: Any, x_scale: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, gemm_scale: Any,
-                       bias: Any, layer: str, *_: Any, out_val: list[Tensor], **__: Any) -> int:
-    return _product_of_layer(layer, plan, out_val[0], gemm_weight)
-
-
-def _gemm_combine(a: Tensor, gemm_weight: Tensor, bias: Any, row_weight: Any, plan: Tensor, recv: Any,
-                  layer: str, *_: Any, **__: Any) -> int:
-    return _product_of_layer(layer, plan, a, gemm_weight)
-
-
-def _gemm_combine_fp8(a: Tensor, a_scale: Any, gemm_weight: Tensor, gemm_scale: Any, bias: Any,
-                      row_weight: Any, plan: Tensor, recv: Any, layer: str, *_: Any, **__: Any) -> int:
+def _gemm_combine(a: Tensor, a_scale: Any, gemm_weight: Tensor, gemm_scale: Any, bias: Any, row_weight: Any,
+                  plan: Tensor, recv: Any, layer: str, *_: Any, **__: Any) -> int:
     return _product_of_layer(layer, plan, a, gemm_weight)
 
 
@@ -95,8 +80,8 @@ def _experts_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Any, plan: 
     return _product_of_layer(layer, plan, d_h, gate_up)
 
 
-_FORMULAS = (_grouped_gemm, _grouped_gemm_fp8, _grouped_wgrad_add, _dispatch_gemm, _dispatch_gemm_fp8,
-             _gemm_combine, _gemm_combine_fp8, _experts, _experts_backward_down, _experts_backward_up)
+_FORMULAS = (_grouped_gemm, _grouped_wgrad_add, _dispatch_gemm, _gemm_combine, _experts,
+             _experts_backward_down, _experts_backward_up)
 
 
 def _register(flop_counter: ModuleType) -> None:

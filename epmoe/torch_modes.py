@@ -64,6 +64,41 @@ def implement(lib: torch.library.Library, name: str, fn: Callable[..., Any]) -> 
     _implementations[name] = fn
 
 
+def record_gradient(lib: torch.library.Library, name: str, setup: Callable[[Any, tuple[Any, ...], Any], None],
+                    backward: Callable[..., tuple[Tensor | None, ...]]) -> None:
+    """Give operator `name` of `lib` a gradient, as torch.library.register_autograd.
+
+    setup(ctx, inputs, output) saves what backward(ctx, *gradients) needs.  register_autograd looks at all
+    arguments of a schema once for each of them.  With it a call of grouped_gemm with ten arguments took the
+    host 65 us, and with thirteen it would take 83 us; here it takes 40 us (one CPU, torch 2.13, 2026-11-29).
+    """
+    op = getattr(torch.ops.epmoe, name).default
+    defaults = tuple(a.default_value for a in op._schema.arguments)
+
+    def below_autograd(keys: Any, args: tuple[Any, ...]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = below_autograd(args[-1], args[:-1])
+        setup(ctx, args[:-1], output)
+        return output
+
+    def of_inputs(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return *backward(ctx, *gradients), None
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(of_inputs)}
+    function: Any = type(f"Epmoe_{name}_", (torch.autograd.Function,), methods)  # profilers show the name
+
+    def run(keys: Any, *args: Any) -> Any:
+        if requires_grad(*(a for a in args if isinstance(a, torch.Tensor))):
+            # torch leaves out the last arguments where they are as by default
+            return function.apply(*args, *defaults[len(args):], keys)
+        return below_autograd(keys, args)
+
+    lib.impl(name, untraced(run), "Autograd", with_keyset=True)
+
+
 def constant_for_dynamo(fn: _F) -> _F:
     """Mark fn, so that dynamo calls it and does not trace it: its result is a constant.  Return fn.
 
@@ -126,14 +161,15 @@ def _are_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     return not torch.overrides.has_torch_function(tensors)  # of a subclass, or of a mode
 
 
-def call(name: str, tensors: tuple[Tensor | None, ...], *numbers: Any) -> Any:
+def call(name: str, tensors: tuple[Tensor | None, ...], *numbers: Any,
+         scales: tuple[Tensor, ...] = ()) -> Any:
     """Call torch.ops.epmoe.<name>, or its implementation if nothing needs to see the operator.
 
-    Profilers list the operator only in the first case.
+    Profilers list the operator only in the first case.  scales: the tensors that come last.
     """
-    if is_watched() or not _are_plain(tensors):
-        return getattr(torch.ops.epmoe, name)(*tensors, *numbers)
-    return _implementations[name](*tensors, *numbers)
+    if is_watched() or not _are_plain(tensors + scales):
+        return getattr(torch.ops.epmoe, name)(*tensors, *numbers, *scales)
+    return _implementations[name](*tensors, *numbers, *scales)
 
 
 def is_transformed() -> bool:

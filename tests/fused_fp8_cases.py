@@ -18,31 +18,35 @@ class StagedOp(epmoe.EpAll2AllFusedOp):
         super()._check_options()
         self._has_fused_fp8 = self._has_fused_fp8 or self.device.type == "cpu"
 
-    def _dispatch_gemm_fp8(self, x, x_scale, weight, plan, weights, buffer, num_rows, activation):
-        self.num_launches += 1
-        if self.device.type == "cuda":
-            return super()._dispatch_gemm_fp8(x, x_scale, weight, plan, weights, buffer, num_rows, activation)
-        x, x_scale = (t.repeat_interleave(self._copies, 0) for t in (x.view(torch.uint8), x_scale))
-        rows, scales, row_weight, recv = self._dispatch_fp8(x.view(torch.float8_e4m3fn), x_scale, weight,
-                                                            plan, buffer, num_rows)
-        gemm_weight, gemm_scale, bias = weights
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
+                       limit=0.0, with_grad=False, x_scale=None, gemm_scale=None):
+        self.num_launches += x_scale is not None
+        if self.device.type == "cuda" or x_scale is None:
+            return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation,
+                                          alpha, limit, with_grad, x_scale, gemm_scale)
+        q, x_scale = (t.repeat_interleave(self._copies, 0) for t in (x.view(torch.uint8), x_scale))
+        rows, row_weight, recv, scales = self._dispatch(q.view(x.dtype), weight, plan, buffer, num_rows,
+                                                        x_scale=x_scale)
         offsets = expert_offsets(self, plan)
         out = epmoe.grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
                                  b_scale=gemm_scale, out_dtype=self.dtype,
-                                 activation=activation_of(*(*activation, 0.0, 0.0)[:3]))
+                                 activation=activation_of(activation, alpha, limit))
         out[offsets[-1]:] = torch.nan
-        return out, row_weight, recv
+        return out, rows, row_weight, recv, scales
 
-    def _gemm_combine_fp8(self, a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens):
-        self.num_launches += 1
-        if self.device.type == "cuda" or num_tokens == TOO_MANY:  # fails before the launch
-            return super()._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens)
-        gemm_weight, gemm_scale, bias = weights
+    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, with_grad=False,
+                      a_scale=None, gemm_scale=None, row_scalar=None):
+        self.num_launches += a_scale is not None
+        # Too many tokens are an error before the launch.
+        if self.device.type == "cuda" or a_scale is None or num_tokens == TOO_MANY:
+            return super()._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
+                                         with_grad, a_scale, gemm_scale, row_scalar)
         offsets = expert_offsets(self, plan)
         rows = epmoe.grouped_gemm(a, gemm_weight, offsets=offsets, bias=bias, a_scale=a_scale,
                                   b_scale=gemm_scale, out_dtype=self.dtype)
         rows[offsets[-1]:] = torch.nan
-        return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens)[0]
+        out, scalar = self._combine(rows, row_weight, row_scalar, plan, recv, buffer, num_tokens)
+        return out, rows, scalar
 
 
 def product_of(t, scales="blocks", name="w1"):

@@ -73,8 +73,8 @@ def make_setting(torch, _C):
     _C.layer_ll_dispatch(fast, 0, (good["fast_x"], good["idx"], good["weight"], good["handle"],
                                    good["compact"], None, good["counts"], 0, 0, 3))
     _C.layer_plan(layer, 0, (good["idx"], None, good["plan"]))
-    _C.layer_dispatch(layer, 0, (good["x"], None, good["plan"], good["rows"], None, good["recv"], False,
-                                 False))
+    _C.layer_dispatch(layer, 0, (good["x"], None, None, good["plan"], good["rows"], None, None, good["recv"],
+                                 False, False))
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
     return {"world": [one, two, silent, closed], "heap": [heap, closed_heap], "config": config,
             "layer": [layer, closed_layer, fast], "off": off, "good": good, "in_heap": in_heap}
@@ -152,7 +152,7 @@ def strategies(st, torch, _C):
              "dl": mostly(st.sampled_from([0, 1, 2, 4, 5, 6, 17, 255, 256 + 2])),
              "bits": mostly(st.sampled_from([0, 1, 4, 8, 12, 16, 32, 64, 128, 1 << 27, 2**32 - 1])),
              "epoch": mostly(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])),
-             "scales": mostly(st.tuples(st.just("tuple"), st.tuples(tensor, tensor), st.integers(0, 29))),
+             "no": mostly(st.none(), tensor, junk),
              "code": mostly(st.integers(-15, 2)), "part": mostly(st.sampled_from([1, 2, 3, 3, 3])),
              "text": mostly(st.text(max_size=300)),
              "nonce": mostly(st.sampled_from([b"n" * 16, b"", b"n" * 17])),
@@ -174,7 +174,8 @@ WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "compl
          "transposed", "misaligned", "parameter", "too many", "huge idx", "wild idx", "in heap",
          "plan as rows", "plan as idx", "plan of zeros", "wild plan", "negative plan", "wild recv", "a type",
          "storage"]
-# The kinds of each function's arguments: keys of strategies().  Those after a | are elements of a tuple.
+# The kinds of each function's arguments: keys of strategies().  Those after a | are elements of a tuple.  An
+# `or` is between the arguments of 16 bits and those of FP8.
 SIGNATURES = {
     "set_exceptions": "dict", "world_listen": "", "world_unlisten": "fd",
     "world_create": "small small seconds fd nonce names",
@@ -194,19 +195,19 @@ SIGNATURES = {
     "layer_fuses": "config flag n n n flag flag flag",
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
-    "layer_dispatch": "L small | x weight? plan rows row_weight? recv small small",
-    "layer_dispatch_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
-                          " recv small",
+    "layer_dispatch": "L small | x no weight? plan rows no row_weight? recv small small"
+                      " or L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight? recv"
+                      " zero small",
     "layer_combine": "L small | rows row_weight? row_weight? x? x? plan recv out out_scalar? small small",
     "layer_propagate_error": "L small n code zero", "layer_barrier": "L small zero",
-    "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out out? small"
-                           " seconds seconds small small small",
-    "layer_dispatch_gemm_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
-                               " recv tensor weight weight? out small seconds seconds small",
-    "layer_gemm_combine": "L small | rows tensor weight? out row_weight? row_weight? plan recv out"
-                          " out_scalar? small small",
-    "layer_gemm_combine_fp8": "L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? plan"
-                              " recv out",
+    "layer_dispatch_gemm": "L small | x no weight? plan rows no row_weight? recv tensor no weight? out out?"
+                           " small seconds seconds small small small"
+                           " or L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
+                           " recv tensor weight weight? out no small seconds seconds zero zero small",
+    "layer_gemm_combine": "L small | rows no tensor no weight? out row_weight? row_weight? plan recv out"
+                          " out_scalar? small small"
+                          " or L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? no plan"
+                          " recv out no zero zero",
     "layer_experts": "L small | x idx weight tensor weight? tensor weight? plan recv rows row_weight out?"
                      " tensor tensor out small seconds seconds small small small",
     "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight small"
@@ -216,9 +217,13 @@ SIGNATURES = {
     "layer_ll_experts": "LL small | fast_x idx weight tensor weight? tensor weight? handle compact counts"
                         " tensor compact fast_x small seconds seconds",
     "layer_trace": "L small tensor small",
-    "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
-    "grouped_gemm_fp8": "small seconds seconds x rows scales plan weight? row_weight? plan out small",
-    "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales",
+    "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small no no"
+                    " or zero small seconds seconds x rows plan weight? row_weight? plan out small tensor"
+                    " tensor",
+    "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales flag",
+    "transpose_fp8": "x weight? plan fp8_x fp8_scale flag flag",
+    "quantize_fp8_weight": "x fp8_x fp8_x fp8_scale fp8_scale",
+    "wgrad_fp8": "fp8_x fp8_x fp8_scale fp8_scale plan plan out seconds flag small",
     "activation": "small seconds seconds x x plan weight? x x weight",
     "gemm_has_counter": "x", "device_query": "n",
     "ll_handle_words": "config",
@@ -322,15 +327,18 @@ def child(examples, seed, log_path):
     missing = set(names) ^ set(SIGNATURES)
     assert not missing, f"SIGNATURES and the module differ: {missing}"
     kinds = strategies(st, torch, _C)
-    unknown = {k for text in SIGNATURES.values() for k in text.replace("|", " ").split()} - set(kinds)
+    unknown = {k for text in SIGNATURES.values() for k in text.split() if k not in ("|", "or")} - set(kinds)
     assert not unknown, f"kinds of arguments that do not exist: {unknown}"
     often = [n for n in names if n not in CLOSING_CALLS] * 3 + list(CLOSING_CALLS)
 
+    def arguments_of(signature):
+        alone, *together = ([kinds[k] for k in part.split()] for part in signature.split("|"))
+        return st.tuples(*alone, *(st.tuples(st.just("tuple"), st.tuples(*part), st.integers(0, 29))
+                                   for part in together))
+
     def call_of(name):  # (function, arguments, number that decides whether to drop or add an argument)
-        alone, *together = ([kinds[k] for k in part.split()] for part in SIGNATURES[name].split("|"))
-        arguments = alone + [st.tuples(st.just("tuple"), st.tuples(*part), st.integers(0, 29))
-                             for part in together]
-        return st.tuples(st.just(name), st.tuples(*arguments), st.integers(0, 29))
+        arguments = st.one_of(*map(arguments_of, SIGNATURES[name].split(" or ")))
+        return st.tuples(st.just(name), arguments, st.integers(0, 29))
 
     one_call = st.sampled_from(often).flatmap(call_of)
     classes = {c.__name__: c for c in vars(epmoe.errors).values()

@@ -142,7 +142,7 @@ def test_bench_starts_its_ranks_without_torchrun():
     (["transformers", "--num-sm", "8"], "leave it out for transformers"),
     (["a2a", "--tokens", "8"], "only decode takes it"),
     (["a2a", "--local-ranks", "2"], "only nodes takes it"),
-    (["a2a", "--fp8"], "only gemm and layer take it"),
+    (["a2a", "--fp8"], "only gemm, layer and train take it"),
     (["decode", "--tokens", "8,0"], "0: must be a positive number"),
     (["sm", "--num-sm", "many"], "many: must be a positive number"),
     (["a2a", "--num-sm", "0"], "0: must be a positive number"),

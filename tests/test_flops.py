@@ -15,8 +15,8 @@ from pace import HANG_S
 
 HIDDEN, INNER, TOPK, LOCAL, TOKENS = 256, 128, 2, 2, 8
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-NO_PRODUCTS = {"plan", "dispatch", "combine", "dispatch_fp8", "quantize_fp8",
-               "sum_of_rows", "nodes_plan", "nodes_out", "nodes_return"}
+NO_PRODUCTS = {"plan", "dispatch", "combine", "quantize_fp8", "sum_of_rows", "nodes_plan", "nodes_out",
+               "nodes_return"}
 
 
 def indices_of(rank, size):

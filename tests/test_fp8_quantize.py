@@ -4,6 +4,7 @@ The reference rounds to e4m3 by a search among its numbers. Memory that is not w
 conftest.py).
 """
 
+import itertools
 import math
 
 import pytest
@@ -37,8 +38,12 @@ def groups_of(x):
     return torch.nn.functional.pad(x.double(), (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
 
 
-def scale_of(groups):
+def scale_of(groups, pow2=False):
     most = groups.abs().nan_to_num(0.0, math.inf).amax(2, keepdim=True).clamp(min=2.0**-100)
+    if pow2:
+        mantissa, exponent = torch.frexp(most.float().double() / 448)
+        next_one = torch.where(mantissa == 0.5, exponent - 1, exponent).double().exp2()
+        return most, torch.where(most.isinf(), most, next_one).float()
     return most, most.float().double().div(448).float()
 
 
@@ -50,12 +55,12 @@ def split(q, scales):
     return raw >> 7, torch.where(magnitude == 127, -1, magnitude), scales.cpu()[:, :, None]
 
 
-def check_rows(x, q, scales):
+def check_rows(x, q, scales, pow2=False):
     """All bits of quantize_fp8(x), without an activation; the sign of NaN does not count."""
     groups = groups_of(x.cpu())
     assert q.shape == x.shape and q.is_contiguous() and scales.t().is_contiguous()
     sign, magnitude, scale = split(q, scales)
-    _, want_scale = scale_of(groups)
+    _, want_scale = scale_of(groups, pow2)
     assert torch.equal(scale, want_scale)
     product = (groups * (1 / want_scale.double()).float().double()).float().double()  # each rounded once
     assert torch.equal(magnitude, codes(product))
@@ -87,7 +92,8 @@ def random_rows(m, k, dtype, seed=0):
 @pytest.mark.parametrize("m, k", SHAPES)
 def test_fp8_quantize_gives_the_bits_of_the_reference(ranks, m, k, dtype):
     for x in (random_rows(m, k, dtype), torch.randn(m, k, generator=generator(m, k)).to(dtype)):
-        check_rows(x, *epmoe.quantize_fp8(x.to(ranks.device)))
+        for pow2 in (False, True):
+            check_rows(x, *epmoe.quantize_fp8(x.to(ranks.device), pow2=pow2), pow2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -104,8 +110,9 @@ def test_fp8_quantize_all_magnitudes_of_float32(ranks):
     mantissas = torch.randint(1 << 23, (256, 128), generator=generator(3), dtype=torch.int32)
     mantissas[:, :16] = torch.arange(16, dtype=torch.int32) << 19  # also ties
     x = (exponents | mantissas).view(torch.float32)
-    x = torch.cat([x, -x.t().reshape(256, 128)])
-    check_rows(x, *epmoe.quantize_fp8(x.to(ranks.device)))
+    x = torch.cat([x, -x.t().reshape(256, 128), 448 * 2.0 ** torch.arange(-128, 0).float()[None]])
+    for pow2 in (False, True):
+        check_rows(x, *epmoe.quantize_fp8(x.to(ranks.device), pow2=pow2), pow2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -171,10 +178,10 @@ def test_fp8_quantize_takes_any_strides_and_addresses(ranks):
 
 def test_fp8_quantize_by_torch_gives_the_same_bits(ranks):
     """Torch computes it where epmoe has no kernel."""
-    for dtype in DTYPES:
+    for dtype, pow2 in itertools.product(DTYPES, (False, True)):
         x = random_rows(33, 700, dtype)
         check_rows(x, *(t.contiguous() if t.dtype == E4M3 else t.t().contiguous().t()
-                        for t in fp8._quantize_by_torch(x, 0, 0.0, 0.0)))
+                        for t in fp8._quantize_by_torch(x, 0, 0.0, 0.0, pow2)), pow2)
 
 
 @pytest.mark.parametrize("activation", [None, epmoe.GptOss(1.3, 0.6)], ids=str)
@@ -223,7 +230,8 @@ def test_fp8_quantize_module_checks_what_it_gets():
             (dict(scales=x.view(-1)[-6:].view(2, 3)), ValueError, "address|scales shares memory with rows"),
             (dict(scales=q.view(-1)[:32].view(torch.float32)[:6].view(2, 3)), ValueError,
              "output shares memory with scales")):
-        call = dict(activation=0, alpha=0.0, limit=0.0, x=x, num_rows=None, q=q, scales=scales) | change
+        call = dict(activation=0, alpha=0.0, limit=0.0, x=x, num_rows=None, q=q, scales=scales,
+                    is_pow2=False) | change
         with pytest.raises(error, match=text):
             epmoe._C.quantize_fp8(*call.values())
 

@@ -353,15 +353,15 @@ def checked(world, device):
         x = torch.randn(8, 16, generator=g).to(device).requires_grad_()
         weight = torch.rand(8, 2, generator=g).to(device).requires_grad_()
         plan = ops.plan(idx, None, layer.id, 0)
-        dispatched = ops.dispatch(x, weight, plan, layer.id, 0, layer.capacity)
-        rows, row_weight, recv = (t.detach() for t in dispatched)
+        dispatched = ops.dispatch(x, None, weight, plan, layer.id, 0, layer.capacity)
+        rows, row_weight, recv = (t.detach() for t in dispatched[:3])
         rows.requires_grad_()
         row_weight.requires_grad_()
         # The last two checks compare two runs. Plans of two runs differ in one word, the number of the call.
         torch.library.opcheck(ops.plan, (idx, None, layer.id, 0), test_utils=CHECKS[:3])
         # Without weights, one output is never written, so two runs of it cannot be compared either.
         for w in (weight, None):
-            torch.library.opcheck(ops.dispatch, (x, w, plan, layer.id, 0, layer.capacity),
+            torch.library.opcheck(ops.dispatch, (x, None, w, plan, layer.id, 0, layer.capacity),
                                   test_utils=CHECKS[: 5 if w is weight else 3])
         for w, scalar in ((row_weight, None), (None, None), (None, row_weight.detach()),
                           (row_weight, row_weight.detach())):

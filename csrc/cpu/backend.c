@@ -197,11 +197,13 @@ static int run(Part *part, const EpComm *comm, const void *params, uint32_t num_
     return run_halves(part, comm, params, &params, 1, num_workers);
 }
 
-static void dispatch_part(const void *p, uint32_t worker, uint32_t num_workers) {
-    ep_cpu_dispatch((const EpDispatchParams *)p, worker, num_workers);
-}
-static void dispatch_fp8_part(const void *p, uint32_t worker, uint32_t num_workers) {
-    ep_cpu_dispatch_fp8((const EpDispatchFp8Params *)p, worker, num_workers);
+typedef struct {
+    const EpDispatchParams *p;
+    const EpScales *scales;
+} Dispatch;
+static void dispatch_part(const void *params, uint32_t worker, uint32_t num_workers) {
+    const Dispatch *d = (const Dispatch *)params;
+    ep_cpu_dispatch(d->p, d->scales, worker, num_workers);
 }
 static void combine_part(const void *p, uint32_t worker, uint32_t num_workers) {
     ep_cpu_combine((const EpCombineParams *)p, worker, num_workers);
@@ -261,18 +263,13 @@ static int plan(int device, const EpPlanParams *p, void *stream) {
     ep_cpu_plan(p);
     return 0;
 }
-static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
+static int dispatch(int device, const EpDispatchParams *p, const EpScales *scales, uint32_t num_sm,
+                    void *stream) {
+    const Dispatch d = {p, scales};
     (void)device, (void)stream;
     return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
-               ? run(dispatch_part, &p->comm, p, num_sm)
-               : propagate_bad_plan(&p->comm, EP_OP_DISPATCH);
-}
-static int dispatch_fp8(int device, const EpDispatchFp8Params *p, uint32_t num_sm, void *stream) {
-    const EpComm *c = &p->dispatch.comm;
-    (void)device, (void)stream;
-    return is_sound(&c->shape, c->my_rank, &p->dispatch.layout, p->dispatch.plan)
-               ? run(dispatch_fp8_part, c, p, num_sm)
-               : propagate_bad_plan(c, EP_OP_DISPATCH_FP8);
+               ? run(dispatch_part, &p->comm, &d, num_sm)
+               : propagate_bad_plan(&p->comm, EP_OP_WORD(EP_OP_DISPATCH, scales->dtype));
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
@@ -318,16 +315,17 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
     return 0;
 }
 
-static int gemm(int device, const EpGemmParams *p, void *stream) {
-    (void)device, (void)stream;
+static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, void *stream) {
+    (void)device, (void)scales, (void)stream;
     return ep_cpu_gemm(p);
 }
-/* The fused operations: here their stages, one after the other. */
-static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
-    EP_TRY(dispatch(device, &p->dispatch, p->num_move_blocks, stream));
+/* The fused operations: here their stages, one after the other, in the layer's dtype. */
+static int dispatch_gemm(int device, const EpDispatchGemmParams *p, const EpScales *scales, void *stream) {
+    EP_TRY(dispatch(device, &p->dispatch, scales, p->num_move_blocks, stream));
     return ep_cpu_gemm(&p->gemm);
 }
-static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
+static int gemm_combine(int device, const EpGemmCombineParams *p, const EpScales *scales, void *stream) {
+    (void)scales;
     const int code = ep_cpu_gemm(&p->gemm);
     if (!code) return combine(device, &p->combine, p->num_move_blocks, stream);
     EpComm comm = p->combine.comm;
@@ -345,6 +343,16 @@ static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     ep_cpu_quantize_rows(p);
     return 0;
 }
+static int transpose(int device, const EpTransposeParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_transpose(p);
+    return 0;
+}
+static int quantize_weight(int device, const EpQuantizeWeightParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_quantize_weight(p);
+    return 0;
+}
 
 const EpBackend ep_cpu_backend = {
     .heap_device = heap_device,
@@ -360,7 +368,6 @@ const EpBackend ep_cpu_backend = {
     .sync_all = sync_all,
     .plan = plan,
     .dispatch = dispatch,
-    .dispatch_fp8 = dispatch_fp8,
     .combine = combine,
     .ll_dispatch = ll_dispatch,
     .ll_combine = ll_combine,
@@ -373,6 +380,8 @@ const EpBackend ep_cpu_backend = {
     .gemm_combine = gemm_combine,
     .activation = activation,
     .quantize = quantize,
+    .transpose = transpose,
+    .quantize_weight = quantize_weight,
     .preload = preload,
 };
 

@@ -149,10 +149,10 @@ static void clear_padding(const EpDispatchParams *p, const EpRowScales *scales) 
     }
 }
 
-/* scales: NULL, or those of rows in FP8. */
-static void dispatch(const EpDispatchParams *p, const EpRowScales *scales, uint32_t op, uint32_t worker,
-                     uint32_t num_workers) {
+void ep_cpu_dispatch(const EpDispatchParams *p, const EpScales *s, uint32_t worker, uint32_t num_workers) {
     const EpComm *c = &p->comm;
+    const EpRowScales *scales = s->dtype == EP_IN_LAYER_DTYPE ? NULL : &s->rows;
+    const uint32_t op = EP_OP_WORD(EP_OP_DISPATCH, s->dtype);
     uint32_t W = c->shape.num_ranks;
     uint64_t epoch = ep_begin(c), n, num_tasks;
     bool ok = epoch != 0;
@@ -188,13 +188,6 @@ static void dispatch(const EpDispatchParams *p, const EpRowScales *scales, uint3
                /* -1: no slot came from any rank */
                4 * ep_recv_words(&c->shape));
     }
-}
-
-void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers) {
-    dispatch(p, NULL, EP_OP_DISPATCH, worker, num_workers);
-}
-void ep_cpu_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t worker, uint32_t num_workers) {
-    dispatch(&p->dispatch, &p->scales, EP_OP_DISPATCH_FP8, worker, num_workers);
 }
 
 /* ---- combine ---- */

@@ -13,8 +13,8 @@
 #include "protocol/queue.h"
 
 void ep_cpu_plan(const EpPlanParams *p);
-void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers);
-void ep_cpu_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t worker, uint32_t num_workers);
+void ep_cpu_dispatch(const EpDispatchParams *p, const EpScales *scales, uint32_t worker,
+                     uint32_t num_workers);
 void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_ll_dispatch(const EpLlDispatchParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_ll_combine(const EpLlCombineParams *p, uint32_t worker, uint32_t num_workers);

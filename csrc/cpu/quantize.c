@@ -32,7 +32,7 @@ void ep_cpu_quantize_rows(const EpQuantizeParams *p) {
             const uint32_t col = g * EP_QUANTIZE_GROUP, left = p->k - col;
             const uint32_t num = left < EP_QUANTIZE_GROUP ? left : EP_QUANTIZE_GROUP;
             read_group(group, p, row, col, num);
-            p->scales[(uint64_t)g * p->max_rows + row] =
-                ep_cpu_quantize_floats(p->q + (uint64_t)row * p->k + col, group, num, EP_FP8_SCALED);
+            p->scales[(uint64_t)g * p->max_rows + row] = ep_cpu_quantize_floats(
+                p->q + (uint64_t)row * p->k + col, group, num, p->is_pow2 ? EP_FP8_POW2 : EP_FP8_SCALED);
         }
 }

@@ -72,8 +72,7 @@ void ep_cpu_fill_nan(void *at, uint64_t num_bytes) {
 
 /* ---- e4m3: 1 sign, 4 exponent (bias 7), 3 mantissa bits; the largest number is 448 ---- */
 
-/* Round to nearest even. A magnitude above 448 becomes 448; NaN becomes 0x7f. */
-static uint8_t f32_to_e4m3(float f) {
+uint8_t ep_cpu_to_e4m3(float f) {
     uint32_t u, magnitude;
     memcpy(&u, &f, 4);
     magnitude = u & 0x7fffffffu;
@@ -89,7 +88,7 @@ static uint8_t f32_to_e4m3(float f) {
     return sign | (uint8_t)(e4m3 < 0x7eu ? e4m3 : 0x7eu);
 }
 
-static float e4m3_to_f32(uint8_t v) {
+float ep_cpu_from_e4m3(uint8_t v) {
     const uint32_t magnitude = v & 0x7fu, normal = (magnitude << 20) + (120u << 23);
     float f = (float)magnitude * 0x1p-9f; /* below 8: subnormal */
     if (magnitude >= 8) memcpy(&f, &normal, 4);
@@ -109,7 +108,7 @@ void ep_cpu_sum_fp8(void *dst, const void *const *rows, const float *const *scal
                 continue;
             }
             const float scale = scales[i][at / EP_FP8_GROUP];
-            for (uint32_t j = 0; j < EP_FP8_GROUP; j++) acc[j] += scale * e4m3_to_f32(row[at + j]);
+            for (uint32_t j = 0; j < EP_FP8_GROUP; j++) acc[j] += scale * ep_cpu_from_e4m3(row[at + j]);
         }
         row_store((unsigned char *)dst + (uint64_t)at * size, acc, dtype, EP_FP8_GROUP);
     }
@@ -148,7 +147,7 @@ float ep_cpu_quantize_floats(uint8_t *dst, const float *src, uint32_t n, uint32_
         memcpy(&scale, &bits, 4);
     }
     const float inverse = 1.0f / scale;
-    for (uint32_t i = 0; i < n; i++) dst[i] = f32_to_e4m3(src[i] * inverse);
+    for (uint32_t i = 0; i < n; i++) dst[i] = ep_cpu_to_e4m3(src[i] * inverse);
     return scale;
 }
 

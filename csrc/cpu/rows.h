@@ -11,6 +11,9 @@ void ep_cpu_sum_rows(void *dst, const void *const *rows, const float *weights, u
 void ep_cpu_fill_nan(void *at, uint64_t num_bytes);
 /* Convert numbers at, .., at + n - 1 of src to float32. */
 void ep_cpu_load(float *to, const void *src, uint32_t dtype, uint64_t at, uint32_t n);
+/* Round to e4m3, to nearest even. A magnitude above 448 becomes 448; NaN becomes 0x7f. */
+uint8_t ep_cpu_to_e4m3(float f);
+float ep_cpu_from_e4m3(uint8_t v);
 /* Quantise n numbers that share a scale (n <= EP_FP8_GROUP) to e4m3. fp8: an EpLlFp8. Returns the scale. */
 float ep_cpu_quantize_floats(uint8_t *dst, const float *src, uint32_t n, uint32_t fp8);
 /* The same for a group of EP_FP8_GROUP numbers of bf16 or fp16. */

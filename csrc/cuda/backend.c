@@ -204,15 +204,15 @@ static int plan(int device, const EpPlanParams *p, void *stream) {
     EP_TRY(ep_begin_launch(device, &p->comm, stream, "epmoe: plan kernel", &l));
     return ep_end_launch(&l, ep_launch_plan(p, stream), "plan kernel");
 }
-static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
+/* The text about a launch in this dtype, for the profiler or for an error. */
+#define IN_DTYPE(before, scales, name) ((scales)->dtype == EP_IN_FP8 ? before "FP8 " name : before name)
+
+static int dispatch(int device, const EpDispatchParams *p, const EpScales *scales, uint32_t num_sm,
+                    void *stream) {
     EpLaunch l;
-    EP_TRY(ep_begin_launch(device, &p->comm, stream, "epmoe: dispatch kernel", &l));
-    return ep_end_launch(&l, ep_launch_dispatch(p, num_sm, stream), "dispatch kernel");
-}
-static int dispatch_fp8(int device, const EpDispatchFp8Params *p, uint32_t num_sm, void *stream) {
-    EpLaunch l;
-    EP_TRY(ep_begin_launch(device, &p->dispatch.comm, stream, "epmoe: FP8 dispatch kernel", &l));
-    return ep_end_launch(&l, ep_launch_dispatch_fp8(p, num_sm, stream), "FP8 dispatch kernel");
+    EP_TRY(ep_begin_launch(device, &p->comm, stream, IN_DTYPE("epmoe: ", scales, "dispatch kernel"), &l));
+    return ep_end_launch(&l, ep_launch_dispatch(p, scales, num_sm, stream),
+                         IN_DTYPE("", scales, "dispatch kernel"));
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     EpLaunch l;
@@ -229,10 +229,10 @@ static int ll_combine(int device, const EpLlCombineParams *p, uint32_t num_sm, v
     EP_TRY(ep_begin_launch(device, &p->comm, stream, "epmoe: low-latency combine kernel", &l));
     return ep_end_launch(&l, ep_launch_ll_combine(p, num_sm, stream), "low-latency combine kernel");
 }
-static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
+static int enter(int device, const EpComm *c, uint32_t word, void *stream) {
     EpLaunch l;
     EP_TRY(ep_begin_launch(device, c, stream, "epmoe: enter kernel", &l));
-    return ep_end_launch(&l, ep_launch_enter(c, op, stream), "enter kernel");
+    return ep_end_launch(&l, ep_launch_enter(c, word, stream), "enter kernel");
 }
 static int clear(int device, const EpComm *c, void *stream) {
     EpLaunch l;
@@ -254,21 +254,32 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
         &g, ep_cuda_check((cudaError_t)ep_launch_wait(c, word, value, exact, stream), "wait kernel"));
 }
 
-static int gemm(int device, const EpGemmParams *p, void *stream) {
+static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, stream), "grouped GEMM kernel"));
-}
-static int gemm_fp8(int device, const EpGemmFp8Params *p, void *stream) {
-    EpGuard g;
-    EP_TRY(ep_guard(device, &g));
-    return ep_unguard(
-        &g, ep_cuda_check((cudaError_t)ep_launch_gemm_fp8(p, stream), "grouped GEMM kernel of FP8"));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, stream),
+                                        scales ? "grouped GEMM kernel of FP8" : "grouped GEMM kernel"));
 }
 static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_quantize(p, stream), "quantisation kernel"));
+}
+static int transpose(int device, const EpTransposeParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_transpose(p, stream), "transposition kernel"));
+}
+static int quantize_weight(int device, const EpQuantizeWeightParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_quantize_weight(p, stream),
+                                        "quantisation kernel of weights"));
+}
+static int wgrad_fp8(int device, const EpWgradFp8Params *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_wgrad_fp8(p, stream), "WGRAD kernel of FP8"));
 }
 
 static int activation(int device, const EpActivationParams *p, void *stream) {
@@ -285,25 +296,19 @@ static int tile_counter(int device, void *stream, uint64_t **counter) {
                       ep_cuda_check((cudaError_t)ep_tile_counter(stream, counter), "finding a tile counter"));
 }
 
-static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
+static int dispatch_gemm(int device, const EpDispatchGemmParams *p, const EpScales *scales, void *stream) {
     EpLaunch l;
-    EP_TRY(ep_begin_launch(device, &p->dispatch.comm, stream, "epmoe: dispatch + GEMM kernel", &l));
-    return ep_end_launch(&l, ep_launch_dispatch_gemm(p, stream), "dispatch + GEMM kernel");
+    EP_TRY(ep_begin_launch(device, &p->dispatch.comm, stream,
+                           IN_DTYPE("epmoe: ", scales, "dispatch + GEMM kernel"), &l));
+    return ep_end_launch(&l, ep_launch_dispatch_gemm(p, scales, stream),
+                         IN_DTYPE("", scales, "dispatch + GEMM kernel"));
 }
-static int dispatch_gemm_fp8(int device, const EpDispatchGemmFp8Params *p, void *stream) {
+static int gemm_combine(int device, const EpGemmCombineParams *p, const EpScales *scales, void *stream) {
     EpLaunch l;
-    EP_TRY(ep_begin_launch(device, &p->plain.dispatch.comm, stream, "epmoe: FP8 dispatch + GEMM kernel", &l));
-    return ep_end_launch(&l, ep_launch_dispatch_gemm_fp8(p, stream), "FP8 dispatch + GEMM kernel");
-}
-static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
-    EpLaunch l;
-    EP_TRY(ep_begin_launch(device, &p->combine.comm, stream, "epmoe: GEMM + combine kernel", &l));
-    return ep_end_launch(&l, ep_launch_gemm_combine(p, stream), "GEMM + combine kernel");
-}
-static int gemm_combine_fp8(int device, const EpGemmCombineFp8Params *p, void *stream) {
-    EpLaunch l;
-    EP_TRY(ep_begin_launch(device, &p->plain.combine.comm, stream, "epmoe: GEMM + combine kernel", &l));
-    return ep_end_launch(&l, ep_launch_gemm_combine_fp8(p, stream), "FP8 GEMM + combine kernel");
+    EP_TRY(ep_begin_launch(device, &p->combine.comm, stream,
+                           IN_DTYPE("epmoe: ", scales, "GEMM + combine kernel"), &l));
+    return ep_end_launch(&l, ep_launch_gemm_combine(p, scales, stream),
+                         IN_DTYPE("", scales, "GEMM + combine kernel"));
 }
 
 static int query_current(EpDevice *out) {
@@ -353,7 +358,6 @@ const EpBackend ep_cuda_backend = {
     .sync_all = sync_all,
     .plan = plan,
     .dispatch = dispatch,
-    .dispatch_fp8 = dispatch_fp8,
     .combine = combine,
     .ll_dispatch = ll_dispatch,
     .ll_combine = ll_combine,
@@ -362,14 +366,14 @@ const EpBackend ep_cuda_backend = {
     .signal = signal_word,
     .wait = wait_word,
     .gemm = gemm,
-    .gemm_fp8 = gemm_fp8,
     .activation = activation,
     .quantize = quantize,
+    .transpose = transpose,
+    .quantize_weight = quantize_weight,
+    .wgrad_fp8 = wgrad_fp8,
     .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,
-    .dispatch_gemm_fp8 = dispatch_gemm_fp8,
     .gemm_combine = gemm_combine,
-    .gemm_combine_fp8 = gemm_combine_fp8,
     .query = query,
     .preload = preload,
 };

@@ -13,7 +13,7 @@
 /* An instance of a kernel. A table of instances ends with one whose function is NULL. */
 typedef struct {
     const void *function;
-    uint32_t op;                       /* of a megakernel; 0 for a GEMM alone */
+    uint32_t op;                       /* EP_OP_WORD of a megakernel; 0 for a GEMM alone */
     uint32_t kind;                     /* EpGemmKind */
     uint32_t tile_cols;                /* columns of a tile */
     uint32_t activation;               /* EP_ACT_KERNEL of what it computes */

@@ -4,27 +4,26 @@
 #define EP_LAUNCH_H
 #include "protocol/activation.h"
 #include "protocol/params.h"
-#include "protocol/quantize.h"
+#include "protocol/wgrad_fp8.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 int ep_launch_plan(const EpPlanParams *p, void *stream);
-int ep_launch_dispatch(const EpDispatchParams *p, uint32_t num_blocks, void *stream);
-int ep_launch_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t num_blocks, void *stream);
+int ep_launch_dispatch(const EpDispatchParams *p, const EpScales *scales, uint32_t num_blocks, void *stream);
 int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream);
 /* The megakernels: dispatch + GEMM, and GEMM + combine. They launch all their CTAs at once, or fail. */
-int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream);
-int ep_launch_dispatch_gemm_fp8(const EpDispatchGemmFp8Params *p, void *stream);
-int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream);
-int ep_launch_gemm_combine_fp8(const EpGemmCombineFp8Params *p, void *stream);
-int ep_launch_gemm(const EpGemmParams *p, void *stream);
-int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream);
+int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, const EpScales *scales, void *stream);
+int ep_launch_gemm_combine(const EpGemmCombineParams *p, const EpScales *scales, void *stream);
+int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, void *stream); /* NULL, or of FP8 */
 int ep_launch_activation(const EpActivationParams *p, void *stream);
 int ep_launch_quantize(const EpQuantizeParams *p, void *stream);
+int ep_launch_transpose(const EpTransposeParams *p, void *stream);
+int ep_launch_quantize_weight(const EpQuantizeWeightParams *p, void *stream);
+int ep_launch_wgrad_fp8(const EpWgradFp8Params *p, void *stream);
 int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
 int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream);
-int ep_launch_enter(const EpComm *c, uint32_t op, void *stream);
+int ep_launch_enter(const EpComm *c, uint32_t word, void *stream);
 int ep_launch_signal(uint64_t *word, uint64_t value, uint32_t add, void *stream);
 int ep_launch_wait(const EpComm *c, const uint64_t *word, uint64_t value, uint32_t exact, void *stream);
 /* Load the kernels of a file now. If a kernel were loaded lazily while another one waits for it, both

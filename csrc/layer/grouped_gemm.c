@@ -91,7 +91,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     EpGemmScales scales;
     if (!backend) return EP_EINVAL;
     EP_TRY(check_sizes(g, &p));
-    if (g->a_scale && !backend->gemm_fp8)
+    if (g->a_scale && !ep_multiplies(where, EP_IN_FP8))
         return ep_error(EP_EINVAL, "rows in FP8 on the CPU: the grouped GEMM of FP8 runs on CUDA only");
     if (g->a_scale) EP_TRY(read_scales(g, &p, &scales));
     const int64_t L = p.num_experts, M = p.num_rows, N = p.n, K = p.k, out_cols = ep_gemm_out_cols(&p);
@@ -146,9 +146,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
     if (g->saved) p.saved = g->saved->data;
     p.saves = g->saved != NULL;
-    if (!g->a_scale) return backend->gemm(g->a->device, &p, stream);
-    const EpGemmFp8Params q = {p, scales};
-    return backend->gemm_fp8(g->a->device, &q, stream);
+    return backend->gemm(g->a->device, &p, g->a_scale ? &scales : NULL, stream);
 }
 
 int ep_gemm_has_counter(int device, void *stream, bool *has) {

@@ -132,7 +132,7 @@ static int prepare(EpLayer *l, const EpCommBuffer *b, uint32_t op, const void *a
         const EpOperand operands[] = {EP_ARGS_##name(OPERANDS, unused)};                                 \
         _Static_assert(sizeof operands / sizeof operands[0] <= EP_MAX_OPERANDS, "room for all of them"); \
         EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));                        \
-        return ep_prepare_##name(l, b, a, &p->name);                                                     \
+        return ep_prepare_##name(l, b, a, p);                                                            \
     }
 #define B(NAME, name, Type, text)
         EP_OPERATIONS(X, B)
@@ -147,12 +147,9 @@ static uint32_t num_tokens_of(EpOpKind op, const EpOpParams *p) {
     switch (op) {
     case EP_OP_PLAN: return p->plan.num_tokens;
     case EP_OP_DISPATCH: return p->dispatch.layout.num_tokens;
-    case EP_OP_DISPATCH_FP8: return p->dispatch_fp8.dispatch.layout.num_tokens;
     case EP_OP_DISPATCH_GEMM: return p->dispatch_gemm.dispatch.layout.num_tokens;
-    case EP_OP_DISPATCH_GEMM_FP8: return p->dispatch_gemm_fp8.plain.dispatch.layout.num_tokens;
     case EP_OP_COMBINE: return p->combine.layout.num_tokens;
     case EP_OP_GEMM_COMBINE: return p->gemm_combine.combine.layout.num_tokens;
-    case EP_OP_GEMM_COMBINE_FP8: return p->gemm_combine_fp8.plain.combine.layout.num_tokens;
     case EP_OP_LL_DISPATCH: return p->ll_dispatch.num_tokens;
     case EP_OP_LL_COMBINE: return p->ll_combine.num_tokens;
     case EP_OP_NONE:
@@ -167,15 +164,12 @@ static int launch(const EpLayer *l, EpOpKind op, const EpOpParams *p, void *stre
     const int device = ep_heap_device(l->heap);
     switch (op) {
     case EP_OP_PLAN: return backend->plan(device, &p->plan, stream);
-    case EP_OP_DISPATCH: return backend->dispatch(device, &p->dispatch, l->config.num_sm, stream);
-    case EP_OP_DISPATCH_FP8: return backend->dispatch_fp8(device, &p->dispatch_fp8, l->config.num_sm, stream);
+    case EP_OP_DISPATCH: return backend->dispatch(device, &p->dispatch, &p->scales, l->config.num_sm, stream);
     case EP_OP_COMBINE: return backend->combine(device, &p->combine, l->config.num_sm, stream);
     case EP_OP_LL_DISPATCH: return backend->ll_dispatch(device, &p->ll_dispatch, l->config.num_sm, stream);
     case EP_OP_LL_COMBINE: return backend->ll_combine(device, &p->ll_combine, l->config.num_sm, stream);
-    case EP_OP_DISPATCH_GEMM: return backend->dispatch_gemm(device, &p->dispatch_gemm, stream);
-    case EP_OP_DISPATCH_GEMM_FP8: return backend->dispatch_gemm_fp8(device, &p->dispatch_gemm_fp8, stream);
-    case EP_OP_GEMM_COMBINE: return backend->gemm_combine(device, &p->gemm_combine, stream);
-    case EP_OP_GEMM_COMBINE_FP8: return backend->gemm_combine_fp8(device, &p->gemm_combine_fp8, stream);
+    case EP_OP_DISPATCH_GEMM: return backend->dispatch_gemm(device, &p->dispatch_gemm, &p->scales, stream);
+    case EP_OP_GEMM_COMBINE: return backend->gemm_combine(device, &p->gemm_combine, &p->scales, stream);
     case EP_OP_NONE:
     case EP_OP_BARRIER:
     case EP_NUM_OPS: break; /* `prepare` has returned an error */
@@ -199,14 +193,11 @@ static const EpTensor *awaited_plan(EpOpKind op, const void *args, uint32_t *awa
         *awaits_rows = ((const Ep##Type##Args *)args)->awaits_rows; \
         return *awaits_rows ? ((const Ep##Type##Args *)args)->plan : NULL
         CASE(DISPATCH, Dispatch);
-        CASE(DISPATCH_FP8, DispatchFp8);
         CASE(DISPATCH_GEMM, DispatchGemm);
-        CASE(DISPATCH_GEMM_FP8, DispatchGemmFp8);
 #undef CASE
     case EP_OP_PLAN:
     case EP_OP_COMBINE:
     case EP_OP_GEMM_COMBINE:
-    case EP_OP_GEMM_COMBINE_FP8:
     case EP_OP_LL_DISPATCH:
     case EP_OP_LL_COMBINE:
     case EP_OP_NONE:
@@ -216,9 +207,7 @@ static const EpTensor *awaited_plan(EpOpKind op, const void *args, uint32_t *awa
     return NULL;
 }
 /* `run` reads the rows of any operation that awaits a plan in the parameters of dispatch. */
-_Static_assert(!offsetof(EpDispatchFp8Params, dispatch) && !offsetof(EpDispatchGemmParams, dispatch) &&
-                   !offsetof(EpDispatchGemmFp8Params, plain),
-               "the parameters of dispatch come first");
+_Static_assert(!offsetof(EpDispatchGemmParams, dispatch), "the parameters of dispatch come first");
 
 int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream,
                         EpRan *ran) {
@@ -235,14 +224,15 @@ int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *ar
     const uint32_t num_out = p.dispatch.num_rows;
     if (ran && plan) ran->num_rows = num_rows;
     if (plan && !code && (num_rows > num_out || num_out - num_rows >= awaits_rows)) return 0;
-    if (code) return ep_layer_fail(l, buffer, op, code, stream);
+    const uint32_t word = EP_OP_WORD(op, p.scales.dtype);
+    if (code) return ep_layer_fail(l, buffer, word, code, stream);
     if (ran) {
         ran->is_launched = true;
         ran->num_fused += op == EP_OP_DISPATCH_GEMM || op == EP_OP_GEMM_COMBINE;
     }
-    const uint64_t record = ep_comm_begin_call(b, op, num_tokens_of((EpOpKind)op, &p), 0, stream);
+    const uint64_t record = ep_comm_begin_call(b, word, num_tokens_of((EpOpKind)op, &p), 0, stream);
     code = launch(l, (EpOpKind)op, &p, stream);
-    return ep_layer_end(l, b, op, record, code, stream);
+    return ep_layer_end(l, b, word, record, code, stream);
 }
 
 int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran) {

@@ -12,6 +12,7 @@
 #include "runtime/deferred_free.h"
 
 #define EP_MAX_BUFFERS 16u
+_Static_assert(EP_MAX_BUFFERS <= 256, "a call record has 8 bits for the number of a buffer");
 
 struct EpLayer {
     EpHeap *heap;

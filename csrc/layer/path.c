@@ -1,5 +1,5 @@
 /* path.c - which path the calls of a layer take. Exports ep_layer_has_many_rows, ep_layer_decodes,
- * ep_layer_unread_rows and ep_layer_fuses; epmoe.h says what they answer.
+ * ep_layer_unread_rows, ep_multiplies and ep_layer_fuses; epmoe.h says what they answer.
  *
  * Invariant: the answers depend on the configuration and on the sizes of the weights, which all ranks have
  * alike, so all ranks take the same path. The limits are measured: docs/experiments has them by their
@@ -34,6 +34,10 @@ bool ep_layer_decodes(const EpLayerConfig *c) {
 uint32_t ep_layer_unread_rows(const EpShape *s) {
     const uint64_t row_bytes = (uint64_t)s->hidden * ep_dtype_bytes(s->dtype);
     return s->capacity * row_bytes <= MOST_UNREAD_BYTES ? s->capacity : 0;
+}
+
+bool ep_multiplies(EpBackendKind kind, uint32_t dtype) {
+    return dtype == EP_IN_LAYER_DTYPE || kind == EP_CUDA;
 }
 
 static bool is_best(const EpLayerConfig *c, const EpProduct *p) {

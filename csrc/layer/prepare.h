@@ -9,22 +9,23 @@
 #include "backend.h"
 
 /* The parameters of any operation. */
-typedef union {
-    EpPlanParams plan;
-    EpDispatchParams dispatch;
-    EpDispatchFp8Params dispatch_fp8;
-    EpCombineParams combine;
-    EpDispatchGemmParams dispatch_gemm;
-    EpDispatchGemmFp8Params dispatch_gemm_fp8;
-    EpGemmCombineParams gemm_combine;
-    EpGemmCombineFp8Params gemm_combine_fp8;
-    EpLlDispatchParams ll_dispatch;
-    EpLlCombineParams ll_combine;
+typedef struct {
+    EpScales scales; /* dtype, of each operation; the rest only in FP8 */
+    union {
+        EpPlanParams plan;
+        EpDispatchParams dispatch;
+        EpCombineParams combine;
+        EpDispatchGemmParams dispatch_gemm;
+        EpGemmCombineParams gemm_combine;
+        EpLlDispatchParams ll_dispatch;
+        EpLlCombineParams ll_combine;
+    };
 } EpOpParams;
 
-/* 0, or an error. *p is zeroed before the call. */
+/* Check the arguments, and fill in params, which are zeroed before the call: 0, or an error. The dtype is set
+ * first, so that the error is propagated in the operation that the other ranks have called. */
 #define X(NAME, name, Type, text) \
-    int ep_prepare_##name(EpLayer *l, const EpCommBuffer *b, const Ep##Type##Args *a, Ep##Type##Params *p);
+    int ep_prepare_##name(EpLayer *l, const EpCommBuffer *b, const Ep##Type##Args *a, EpOpParams *params);
 #define B(NAME, name, Type, text)
 EP_OPERATIONS(X, B)
 #undef X
@@ -39,13 +40,10 @@ int ep_layer_check_rows(const EpLayer *l, const char *name, const EpTensor *t, i
 int ep_layer_check_num_tokens(const EpLayer *l, const char *name, const EpTensor *t);
 /* The padding rows of a layer's plans. */
 EpPadding ep_layer_padding(const EpLayer *l);
-/* Check the arguments of a dispatch of rows of this dtype, and fill in p. x has one row for every num_copies
- * tokens. */
-int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t dtype, uint32_t num_copies,
-                            EpDispatchParams *p);
-/* The same for a dispatch in FP8: fill in p, with its communicator, and the scales. */
-int ep_layer_check_dispatch_fp8(const EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
-                                uint32_t num_copies, EpDispatchParams *p, EpRowScales *scales);
+/* Check the arguments of a dispatch, and fill in p, with its communicator, the dtype and the scales of rows.
+ * x has one row for every num_copies tokens. */
+int ep_layer_check_dispatch(const EpLayer *l, const EpCommBuffer *b, const EpDispatchArgs *a,
+                            uint32_t num_copies, EpDispatchParams *p, EpScales *scales);
 /* Check the scales of rows: f32 [rows][groups], with any strides. */
 int ep_layer_check_scale(const EpLayer *l, const char *name, const EpTensor *scale, int64_t rows,
                          int64_t groups);

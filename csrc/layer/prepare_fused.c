@@ -13,20 +13,41 @@
  * columns if the activation is gated. DGRAD: a [M][N] gives out [M][K]. */
 typedef struct {
     const EpTensor *a, *w, *bias, *out, *saved;
+    const EpTensor *w_scale; /* FP8: a and w are bytes */
     uint32_t kind, activation;
     double alpha, limit;
-    bool is_fp8; /* a and w are bytes */
 } Product;
 
-/* Check a product, and fill in p except its offsets. */
-static int check_product(const EpLayer *l, const Product *product, EpGemmParams *p) {
+/* Check the scales of the weights of a product, which is checked, and fill in theirs. */
+static int check_gemm_scale(const EpLayer *l, const EpTensor *gemm_scale, const EpGemmParams *g,
+                            EpGemmScales *scales) {
+    const uint32_t num_n = ep_gemm_num_blocks(g->n), num_k = ep_gemm_num_blocks(g->k);
+    const EpWanted wanted = {"gemm_scale", gemm_scale, EP_F32, 3, {g->num_experts, num_n, num_k}};
+    EP_TRY(ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 4));
+    if (ep_gemm_is_gated(g->activation) && !EP_ACT_IS_MIXED(g->activation) && g->n % 128)
+        return ep_error(EP_EINVAL,
+                        "gemm_weight of %u rows in FP8, gates in front of ups: must be a multiple of 128",
+                        g->n);
+    scales->b = (const float *)gemm_scale->data;
+    scales->b_expert = (uint64_t)num_n * num_k;
+    scales->b_n = num_k;
+    scales->b_k = 1;
+    return 0;
+}
+
+/* Check a product in the dtype of the operation, and fill in p except its offsets, and the scales of the
+ * weights. */
+static int check_product(const EpLayer *l, const Product *product, EpGemmParams *p, EpScales *scales) {
+    const bool is_fp8 = scales->dtype == EP_IN_FP8;
     const EpTensor *a = product->a, *w = product->w;
     const uint32_t activation = product->activation;
     const float alpha = (float)product->alpha, limit = (float)product->limit;
     const EpShape *s = &l->config.shape;
     const EpBackendKind kind = ep_heap_kind(l->heap);
     const int device = ep_heap_device(l->heap);
-    if (product->is_fp8 && !ep_heap_backend(l->heap)->dispatch_gemm_fp8)
+    if (is_fp8 != (product->w_scale != NULL))
+        return ep_error(EP_EINVAL, "gemm_scale: give it if the rows have scales, and only then");
+    if (!ep_multiplies(kind, scales->dtype))
         return ep_error(EP_EINVAL, "the fused kernels of FP8 run on CUDA only, but this layer is on the CPU");
     if (s->dtype == EP_F32)
         return ep_error(EP_ETYPE,
@@ -43,6 +64,11 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     if (product->saved && !activation)
         return ep_error(EP_EINVAL,
                         "saved: must be absent without an activation, because it would be the output");
+    if (is_fp8 && (!is_forward || product->saved))
+        return ep_error(EP_EINVAL,
+                        "kind %u, saved: must be forward, and absent, because a product in FP8 has "
+                        "no gradient",
+                        product->kind);
     if (w->num_dims != 3 || a->num_dims != 2)
         return ep_error(EP_EINVAL, "wanted gemm_weight of 3 dimensions and rows of 2, got %u and %u",
                         w->num_dims, a->num_dims);
@@ -51,7 +77,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
         return ep_error(EP_EINVAL,
                         "gemm_weight of %lld by %lld: both sizes must be multiples of 16, at most 2^24",
                         (long long)N, (long long)K);
-    const uint32_t dtype = product->is_fp8 ? EP_U8 : s->dtype;
+    const uint32_t dtype = is_fp8 ? EP_U8 : s->dtype;
     const int64_t of_forward = ep_gemm_is_gated(activation) ? N / 2 : N;
     const EpWanted wanted[] = {
         {"rows", a, dtype, 2, {M, is_forward ? K : N, -1}},
@@ -75,7 +101,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     p->kind = product->kind;
     ep_gemm_set_activation(p, activation, alpha, limit);
     p->is_f16 = s->dtype == EP_F16;
-    return 0;
+    return is_fp8 ? check_gemm_scale(l, product->w_scale, p, &scales->gemm) : 0;
 }
 
 /* The fused kernels count the rows of a row block that have arrived. Padding rows never arrive. */
@@ -92,74 +118,47 @@ static int check_has_fused(const EpLayer *l) {
 static uint32_t num_workers(const EpLayer *l, uint32_t num_blocks) {
     return ep_heap_kind(l->heap) == EP_CPU ? l->config.num_sm : num_blocks;
 }
-/* The division of the work, and where the rows of the experts are: the same for all dtypes of rows. */
-static void set_movers(const EpLayer *l, EpDispatchGemmParams *p) {
+
+int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmArgs *a,
+                             EpOpParams *params) {
+    const EpDispatchArgs first = {.x = a->x,
+                                  .x_scale = a->x_scale,
+                                  .weight = a->weight,
+                                  .plan = a->plan,
+                                  .rows = a->rows,
+                                  .row_scale = a->row_scale,
+                                  .row_weight = a->row_weight,
+                                  .recv = a->recv,
+                                  .requires_grad = a->requires_grad,
+                                  .awaits_rows = a->awaits_rows};
+    const Product product = {.a = a->rows,
+                             .w = a->gemm_weight,
+                             .bias = a->bias,
+                             .out = a->out,
+                             .saved = a->saved,
+                             .w_scale = a->gemm_scale,
+                             .kind = a->kind,
+                             .activation = a->activation,
+                             .alpha = a->alpha,
+                             .limit = a->limit};
+    EpDispatchGemmParams *p = &params->dispatch_gemm;
+    EpScales *s = &params->scales;
+    s->dtype = a->x_scale ? EP_IN_FP8 : EP_IN_LAYER_DTYPE;
+    EP_TRY(check_has_fused(l));
+    EP_TRY(ep_layer_check_dispatch(l, b, &first, ep_layer_num_copies(&l->config), &p->dispatch, s));
+    EP_TRY(check_product(l, &product, &p->gemm, s));
+    s->gemm.a = s->rows.rows;
+    s->gemm.a_row = (uint64_t)s->rows.row_step;
+    s->gemm.a_k = (uint64_t)s->rows.group_step;
     p->gemm.offsets = p->dispatch.plan + p->dispatch.layout.expert_row_off;
     p->num_move_blocks = num_workers(l, l->config.num_move);
     p->num_tail_blocks = l->config.num_tail;
     p->waits_for_expert = l->config.waits_for_expert != 0;
-}
-
-int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmArgs *a,
-                             EpDispatchGemmParams *p) {
-    const EpDispatchArgs first = {a->x,          a->weight, a->plan,          a->rows,
-                                  a->row_weight, a->recv,   a->requires_grad, a->awaits_rows};
-    const Product product = {a->rows, a->gemm_weight, a->bias,  a->out,   a->saved,
-                             a->kind, a->activation,  a->alpha, a->limit, false};
-    p->dispatch.comm = b->comm;
-    p->dispatch.comm.requires_grad = a->requires_grad != 0;
-    EP_TRY(check_has_fused(l));
-    EP_TRY(ep_layer_check_dispatch(l, &first, l->config.shape.dtype, ep_layer_num_copies(&l->config),
-                                   &p->dispatch));
-    EP_TRY(check_product(l, &product, &p->gemm));
-    set_movers(l, p);
     return 0;
-}
-
-/* Check the scales of the weights of a product, which is checked, and fill in theirs. */
-static int check_gemm_scale(const EpLayer *l, const EpTensor *gemm_scale, const EpGemmParams *g,
-                            EpGemmScales *scales) {
-    const uint32_t num_n = ep_gemm_num_blocks(g->n), num_k = ep_gemm_num_blocks(g->k);
-    const EpWanted wanted = {"gemm_scale", gemm_scale, EP_F32, 3, {g->num_experts, num_n, num_k}};
-    EP_TRY(ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 4));
-    if (ep_gemm_is_gated(g->activation) && !EP_ACT_IS_MIXED(g->activation) && g->n % 128)
-        return ep_error(EP_EINVAL,
-                        "gemm_weight of %u rows in FP8, gates in front of ups: must be a multiple of 128",
-                        g->n);
-    scales->b = (const float *)gemm_scale->data;
-    scales->b_expert = (uint64_t)num_n * num_k;
-    scales->b_n = num_k;
-    scales->b_k = 1;
-    return 0;
-}
-
-int ep_prepare_dispatch_gemm_fp8(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmFp8Args *a,
-                                 EpDispatchGemmFp8Params *p) {
-    const EpDispatchFp8Args first = {a->x,         a->x_scale,    a->weight, a->plan,       a->rows,
-                                     a->row_scale, a->row_weight, a->recv,   a->awaits_rows};
-    const Product product = {a->rows,         a->gemm_weight, a->bias,  a->out,   NULL,
-                             EP_GEMM_FORWARD, a->activation,  a->alpha, a->limit, true};
-    EP_TRY(check_has_fused(l));
-    EP_TRY(ep_layer_check_dispatch_fp8(l, b, &first, ep_layer_num_copies(&l->config), &p->plain.dispatch,
-                                       &p->row_scales));
-    EP_TRY(check_product(l, &product, &p->plain.gemm));
-    EP_TRY(check_gemm_scale(l, a->gemm_scale, &p->plain.gemm, &p->scales));
-    p->scales.a = p->row_scales.rows;
-    p->scales.a_row = (uint64_t)p->row_scales.row_step;
-    p->scales.a_k = (uint64_t)p->row_scales.group_step;
-    set_movers(l, &p->plain);
-    return 0;
-}
-
-static void set_returners(const EpLayer *l, EpGemmCombineParams *p) {
-    p->gemm.offsets = p->combine.plan + p->combine.layout.expert_row_off;
-    p->num_move_blocks = num_workers(l, l->config.num_move);
-    p->num_reduce_blocks = l->config.num_reduce;
-    p->is_serial = l->config.is_serial != 0;
 }
 
 int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineArgs *a,
-                            EpGemmCombineParams *p) {
+                            EpOpParams *params) {
     const EpCombineArgs last = {.rows = a->rows,
                                 .row_weight = a->row_weight,
                                 .row_scalar = a->row_scalar,
@@ -167,34 +166,33 @@ int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombi
                                 .recv = a->recv,
                                 .out = a->out,
                                 .out_scalar = a->out_scalar};
-    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, NULL, a->kind, EP_ACT_NONE, 0, 0, false};
+    const Product product = {.a = a->a,
+                             .w = a->gemm_weight,
+                             .bias = a->bias,
+                             .out = a->rows,
+                             .w_scale = a->gemm_scale,
+                             .kind = a->kind};
+    EpGemmCombineParams *p = &params->gemm_combine;
+    EpScales *s = &params->scales;
+    s->dtype = a->a_scale ? EP_IN_FP8 : EP_IN_LAYER_DTYPE;
     p->combine.comm = b->comm;
     p->combine.comm.requires_grad = a->requires_grad != 0;
     EP_TRY(check_has_fused(l));
     EP_TRY(ep_layer_check_combine(l, &last, &p->combine));
-    EP_TRY(check_product(l, &product, &p->gemm));
-    if (a->row_scalar && a->kind != EP_GEMM_DGRAD)
-        return ep_error(EP_EINVAL, "row_scalar: must be absent, because only kind dgrad returns scalars");
-    set_returners(l, p);
-    return 0;
-}
-
-int ep_prepare_gemm_combine_fp8(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineFp8Args *a,
-                                EpGemmCombineFp8Params *p) {
-    const EpCombineArgs last = {
-        .rows = a->rows, .row_weight = a->row_weight, .plan = a->plan, .recv = a->recv, .out = a->out};
-    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, NULL, EP_GEMM_FORWARD, EP_ACT_NONE, 0, 0,
-                             true};
-    EpGemmParams *g = &p->plain.gemm;
-    p->plain.combine.comm = b->comm;
-    EP_TRY(check_has_fused(l));
-    EP_TRY(ep_layer_check_combine(l, &last, &p->plain.combine));
-    EP_TRY(check_product(l, &product, g));
-    EP_TRY(ep_layer_check_scale(l, "a_scale", a->a_scale, g->num_rows, ep_gemm_num_blocks(g->k)));
-    EP_TRY(check_gemm_scale(l, a->gemm_scale, g, &p->scales));
-    p->scales.a = (const float *)a->a_scale->data;
-    p->scales.a_row = (uint64_t)a->a_scale->stride[0];
-    p->scales.a_k = (uint64_t)a->a_scale->stride[1];
-    set_returners(l, &p->plain);
+    EP_TRY(check_product(l, &product, &p->gemm, s));
+    if (a->row_scalar && a->kind != EP_GEMM_DGRAD && !a->a_scale)
+        return ep_error(EP_EINVAL, "row_scalar: must be absent, because in 16 bits only kind dgrad returns "
+                                   "scalars");
+    if (a->a_scale) {
+        EP_TRY(
+            ep_layer_check_scale(l, "a_scale", a->a_scale, p->gemm.num_rows, ep_gemm_num_blocks(p->gemm.k)));
+        s->gemm.a = (const float *)a->a_scale->data;
+        s->gemm.a_row = (uint64_t)a->a_scale->stride[0];
+        s->gemm.a_k = (uint64_t)a->a_scale->stride[1];
+    }
+    p->gemm.offsets = p->combine.plan + p->combine.layout.expert_row_off;
+    p->num_move_blocks = num_workers(l, l->config.num_move);
+    p->num_reduce_blocks = l->config.num_reduce;
+    p->is_serial = l->config.is_serial != 0;
     return 0;
 }

@@ -55,8 +55,8 @@ static int check_fp8(const EpLayer *l, uint32_t fp8, uint32_t most) {
     return 0;
 }
 
-int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatchArgs *a,
-                           EpLlDispatchParams *p) {
+int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatchArgs *a, EpOpParams *params) {
+    EpLlDispatchParams *p = &params->ll_dispatch;
     const EpShape *s = &l->config.shape;
     const bool is_masked = a->is_masked != 0;
     EP_TRY(check_parts(a->parts));
@@ -88,7 +88,8 @@ int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatch
     return 0;
 }
 
-int ep_prepare_ll_combine(EpLayer *l, const EpCommBuffer *b, const EpLlCombineArgs *a, EpLlCombineParams *p) {
+int ep_prepare_ll_combine(EpLayer *l, const EpCommBuffer *b, const EpLlCombineArgs *a, EpOpParams *params) {
+    EpLlCombineParams *p = &params->ll_combine;
     const EpShape *s = &l->config.shape;
     EP_TRY(check_parts(a->parts));
     EP_TRY(check_fp8(l, a->fp8, EP_FP8_SCALED));

@@ -50,7 +50,8 @@ EpPadding ep_layer_padding(const EpLayer *l) {
     return (EpPadding){c->expert_alignment > 1 ? c->expert_alignment : 0, 0};
 }
 
-int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpPlanParams *p) {
+int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpOpParams *params) {
+    EpPlanParams *p = &params->plan;
     const EpShape *s = &l->config.shape;
     const EpTensor *indices = a->indices, *scatter = a->scatter;
     if (indices->num_dims != 2)
@@ -84,10 +85,44 @@ int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpPl
     return 0;
 }
 
-int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t dtype, uint32_t num_copies,
-                            EpDispatchParams *p) {
+int ep_layer_check_scale(const EpLayer *l, const char *name, const EpTensor *scale, int64_t rows,
+                         int64_t groups) {
+    EpTensor dense = *scale;
+    if (dense.num_dims == 2) {
+        dense.stride[0] = groups;
+        dense.stride[1] = 1;
+    }
+    return ep_layer_check_tensor(l, name, &dense, EP_F32, 2, rows, groups);
+}
+static int check_scales(const EpLayer *l, const EpDispatchArgs *a, EpRowScales *s) {
+    const int64_t groups = ep_ceil_div_u32(l->config.shape.hidden, EP_FP8_GROUP);
+    EP_TRY(ep_layer_check_scale(l, "input scales", a->x_scale, a->x->shape[0], groups));
+    EP_TRY(ep_layer_check_scale(l, "output scales", a->row_scale, a->rows->shape[0], groups));
+    s->x = (const float *)a->x_scale->data;
+    s->x_row = a->x_scale->stride[0];
+    s->x_group = a->x_scale->stride[1];
+    s->rows = (float *)a->row_scale->data;
+    s->row_step = a->row_scale->stride[0];
+    s->group_step = a->row_scale->stride[1];
+    s->num_groups = (uint32_t)groups;
+    return 0;
+}
+
+int ep_layer_check_dispatch(const EpLayer *l, const EpCommBuffer *b, const EpDispatchArgs *a,
+                            uint32_t num_copies, EpDispatchParams *p, EpScales *scales) {
     const EpShape *s = &l->config.shape;
     const EpTensor *x = a->x, *rows = a->rows;
+    const bool is_fp8 = a->x_scale != NULL;
+    const uint32_t dtype = is_fp8 ? EP_U8 : s->dtype;
+    scales->dtype = is_fp8 ? EP_IN_FP8 : EP_IN_LAYER_DTYPE;
+    p->comm = b->comm;
+    p->comm.requires_grad = a->requires_grad != 0;
+    if (is_fp8 != (a->row_scale != NULL))
+        return ep_error(EP_EINVAL, "input scales and output scales: give both or neither");
+    if (is_fp8 && s->hidden % 16)
+        return ep_error(EP_EINVAL, "a dispatch in FP8 needs a hidden size that is a multiple of 16, not %u",
+                        s->hidden);
+    if (is_fp8) p->comm.layout.row_bytes = s->hidden;
     if (x->num_dims < 1 || x->shape[0] > (int64_t)(s->max_tokens / num_copies))
         return ep_error(EP_EINVAL, "input has %lld tokens: must be at most max_tokens, %u",
                         x->num_dims ? (long long)x->shape[0] : -1ll, s->max_tokens / num_copies);
@@ -113,54 +148,11 @@ int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t 
     p->has_weight = a->weight != NULL;
     p->num_copies = num_copies;
     p->has_padding = ep_layer_padding(l).alignment != 0;
-    return 0;
+    return is_fp8 ? check_scales(l, a, &scales->rows) : 0;
 }
 
-int ep_prepare_dispatch(EpLayer *l, const EpCommBuffer *b, const EpDispatchArgs *a, EpDispatchParams *p) {
-    p->comm = b->comm;
-    p->comm.requires_grad = a->requires_grad != 0;
-    return ep_layer_check_dispatch(l, a, l->config.shape.dtype, 1, p);
-}
-
-int ep_layer_check_scale(const EpLayer *l, const char *name, const EpTensor *scale, int64_t rows,
-                         int64_t groups) {
-    EpTensor dense = *scale;
-    if (dense.num_dims == 2) {
-        dense.stride[0] = groups;
-        dense.stride[1] = 1;
-    }
-    return ep_layer_check_tensor(l, name, &dense, EP_F32, 2, rows, groups);
-}
-static int check_scales(const EpLayer *l, const EpDispatchFp8Args *a, EpRowScales *s) {
-    const int64_t groups = ep_ceil_div_u32(l->config.shape.hidden, EP_FP8_GROUP);
-    EP_TRY(ep_layer_check_scale(l, "input scales", a->x_scale, a->x->shape[0], groups));
-    EP_TRY(ep_layer_check_scale(l, "output scales", a->row_scale, a->rows->shape[0], groups));
-    s->x = (const float *)a->x_scale->data;
-    s->x_row = a->x_scale->stride[0];
-    s->x_group = a->x_scale->stride[1];
-    s->rows = (float *)a->row_scale->data;
-    s->row_step = a->row_scale->stride[0];
-    s->group_step = a->row_scale->stride[1];
-    s->num_groups = (uint32_t)groups;
-    return 0;
-}
-
-int ep_layer_check_dispatch_fp8(const EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
-                                uint32_t num_copies, EpDispatchParams *p, EpRowScales *scales) {
-    const EpDispatchArgs plain = {a->x,          a->weight, a->plan, a->rows,
-                                  a->row_weight, a->recv,   0,       a->awaits_rows};
-    if (l->config.shape.hidden % 16)
-        return ep_error(EP_EINVAL, "a dispatch in FP8 needs a hidden size that is a multiple of 16, not %u",
-                        l->config.shape.hidden);
-    p->comm = b->comm;
-    p->comm.layout.row_bytes = l->config.shape.hidden;
-    EP_TRY(ep_layer_check_dispatch(l, &plain, EP_U8, num_copies, p));
-    return check_scales(l, a, scales);
-}
-
-int ep_prepare_dispatch_fp8(EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
-                            EpDispatchFp8Params *p) {
-    return ep_layer_check_dispatch_fp8(l, b, a, 1, &p->dispatch, &p->scales);
+int ep_prepare_dispatch(EpLayer *l, const EpCommBuffer *b, const EpDispatchArgs *a, EpOpParams *params) {
+    return ep_layer_check_dispatch(l, b, a, 1, &params->dispatch, &params->scales);
 }
 
 int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p) {
@@ -202,7 +194,8 @@ int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombinePa
     return 0;
 }
 
-int ep_prepare_combine(EpLayer *l, const EpCommBuffer *b, const EpCombineArgs *a, EpCombineParams *p) {
+int ep_prepare_combine(EpLayer *l, const EpCommBuffer *b, const EpCombineArgs *a, EpOpParams *params) {
+    EpCombineParams *p = &params->combine;
     p->comm = b->comm;
     p->comm.requires_grad = a->requires_grad != 0;
     return ep_layer_check_combine(l, a, p);

@@ -26,6 +26,7 @@ static int check_sizes(const EpQuantize *a, EpQuantizeParams *p) {
     p->max_rows = (uint32_t)a->x->shape[0];
     p->k = (uint32_t)a->q->shape[1];
     p->dtype = a->x->dtype;
+    p->is_pow2 = a->is_pow2;
     ep_quantize_set_activation(p, a->activation, alpha, limit);
     return 0;
 }

@@ -12,9 +12,9 @@
 
 /* The first fault of a communication buffer, in memory that the host reads. */
 typedef struct {
-    uint64_t state; /* 0: none, 1: written */
-    int32_t code;   /* EpCode */
-    uint32_t op;
+    uint64_t state;      /* 0: none, 1: written */
+    int32_t code;        /* EpCode */
+    uint32_t op;         /* EP_OP_WORD */
     uint32_t peer, word; /* EpWord */
     uint32_t field, pad; /* 1 + index of a header field, or position of a wrong index, or 0 */
     uint64_t epoch, want, got;

@@ -1,26 +1,24 @@
-/* ops.h - the operations of a layer, a row each, and the calls that run several of them. The numbers of the
- * operations, their names in errors and call records, the structs of their arguments (epmoe.h) and the
- * parsing of these in the Python module follow from the rows.
+/* ops.h - the operations of a layer, a row each, their dtypes, and the calls that run several of them. The
+ * numbers of the operations, their names in errors and call records, the structs of their arguments (epmoe.h)
+ * and the parsing of these in the Python module follow from the rows.
  *
  * A new operation is a row here, a prepare function and a launch in layer_ops.c, its line in _C.pyi, and its
  * stage in the backends. */
 #ifndef EP_OPS_H
 #define EP_OPS_H
+#include "protocol/port.h"
 
 /* X(NAME, name, Type, text): an operation with arguments. B(NAME, name, Type, text): the barrier, which has
  * none. */
-#define EP_OPERATIONS(X, B)                                                            \
-    X(PLAN, plan, Plan, "plan")                                                        \
-    X(DISPATCH, dispatch, Dispatch, "dispatch")                                        \
-    X(COMBINE, combine, Combine, "combine")                                            \
-    B(BARRIER, barrier, Barrier, "barrier")                                            \
-    X(DISPATCH_GEMM, dispatch_gemm, DispatchGemm, "dispatch + gemm")                   \
-    X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")                       \
-    X(LL_DISPATCH, ll_dispatch, LlDispatch, "low-latency dispatch")                    \
-    X(LL_COMBINE, ll_combine, LlCombine, "low-latency combine")                        \
-    X(DISPATCH_FP8, dispatch_fp8, DispatchFp8, "dispatch in FP8")                      \
-    X(DISPATCH_GEMM_FP8, dispatch_gemm_fp8, DispatchGemmFp8, "dispatch + gemm in FP8") \
-    X(GEMM_COMBINE_FP8, gemm_combine_fp8, GemmCombineFp8, "gemm + combine in FP8")
+#define EP_OPERATIONS(X, B)                                          \
+    X(PLAN, plan, Plan, "plan")                                      \
+    X(DISPATCH, dispatch, Dispatch, "dispatch")                      \
+    X(COMBINE, combine, Combine, "combine")                          \
+    B(BARRIER, barrier, Barrier, "barrier")                          \
+    X(DISPATCH_GEMM, dispatch_gemm, DispatchGemm, "dispatch + gemm") \
+    X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")     \
+    X(LL_DISPATCH, ll_dispatch, LlDispatch, "low-latency dispatch")  \
+    X(LL_COMBINE, ll_combine, LlCombine, "low-latency combine")
 
 /* EP_OP_PLAN = 1, EP_OP_DISPATCH = 2, ... */
 typedef enum {
@@ -30,6 +28,23 @@ typedef enum {
 #undef X
         EP_NUM_OPS /* one more than the largest number */
 } EpOpKind;
+
+/* The dtypes in which an operation sends rows, or multiplies them: X(NAME, text after the operation's name).
+ * LAYER_DTYPE: that of the layer. FP8: e4m3, with scales. Low-latency operations have an EpLlFp8 instead. */
+#define EP_OP_DTYPES(X) \
+    X(LAYER_DTYPE, "")  \
+    X(FP8, " in FP8")
+typedef enum {
+#define X(NAME, text) EP_IN_##NAME,
+    EP_OP_DTYPES(X)
+#undef X
+        EP_NUM_OP_DTYPES
+} EpOpDtype;
+
+/* An operation and its dtype in one word. Ranks compare it (EpHeader), and errors name it (EpFaultRecord). */
+#define EP_OP_WORD(op, dtype) ((uint32_t)(op) | (uint32_t)(dtype) << 8)
+EP_PURE uint32_t ep_op_of(uint32_t word) { return word & 0xffu; }
+EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
 
 /* clang-format off */
 /* The arguments of an operation: X(S, kind, name), where S is handed through. The kinds are
@@ -59,12 +74,18 @@ typedef enum {
  * value must be the same on all ranks, and the operation fails if it is not. awaits_rows: 0: the caller knows
  * M. Otherwise the host waits until the plan has it, directly before the launch. Nothing is launched if the
  * outputs have fewer than M rows, or at least awaits_rows more than M: the caller reads M and calls again,
- * with other outputs. */
+ * with other outputs.
+ * x_scale, row_scale: both, and the operation is in FP8, or neither. In FP8 the caller has quantised the
+ * tokens: x and rows are u8, the bytes of e4m3 numbers, and H is a multiple of 16. x_scale f32 [T][groups],
+ * row_scale f32 [as many as rows][groups], with any strides; groups is H / 128, rounded up. There is no
+ * gradient. */
 #define EP_ARGS_dispatch(X, S)         \
     X(S, TENSOR, x)                    \
+    X(S, OPTIONAL, x_scale)            \
     X(S, OPTIONAL, weight)             \
     X(S, PLAN, plan)                   \
     X(S, OWN_OUT, rows)                \
+    X(S, OWN_OUT_OPTIONAL, row_scale)  \
     X(S, OWN_OUT_OPTIONAL, row_weight) \
     X(S, OWN_OUT, recv)                \
     X(S, U32, requires_grad)           \
@@ -90,15 +111,22 @@ typedef enum {
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
  * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams.
  * saved: NULL, or with an activation the product with its bias, rounded, [>= M][N]. kind: EpGemmKind; for
- * EP_GEMM_DGRAD gemm_weight is [L][H][K], out [>= M][K], and there is no bias and no activation. */
+ * EP_GEMM_DGRAD gemm_weight is [L][H][K], out [>= M][K], and there is no bias and no activation.
+ * x_scale, row_scale, gemm_scale: all, and the operation is in FP8, or none. In FP8, which is on CUDA and
+ * EP_GEMM_FORWARD only: gemm_weight u8, gemm_scale f32 [L][N / 128][H / 128], both sizes rounded up; out of
+ * the layer's dtype; no saved. For gates in front of ups N must be a multiple of 128. The rest is as in
+ * dispatch. */
 #define EP_ARGS_dispatch_gemm(X, S)    \
     X(S, TENSOR, x)                    \
+    X(S, OPTIONAL, x_scale)            \
     X(S, OPTIONAL, weight)             \
     X(S, PLAN, plan)                   \
     X(S, OWN_OUT, rows)                \
+    X(S, OWN_OUT_OPTIONAL, row_scale)  \
     X(S, OWN_OUT_OPTIONAL, row_weight) \
     X(S, OWN_OUT, recv)                \
     X(S, TENSOR, gemm_weight)          \
+    X(S, OPTIONAL, gemm_scale)         \
     X(S, OPTIONAL, bias)               \
     X(S, OWN_OUT, out)                 \
     X(S, OWN_OUT_OPTIONAL, saved)       \
@@ -111,10 +139,15 @@ typedef enum {
 
 /* The grouped GEMM of a [>= M][K] with gemm_weight [L][H][K] into rows [>= M][H], and the combine of these
  * rows, on CUDA in one launch. kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is [L][K][H], and there is no
- * bias; only then there may be a row_scalar. */
+ * bias; only then there may be a row_scalar.
+ * a_scale, gemm_scale: both, and the operation is in FP8, or neither. In FP8, which is on CUDA and
+ * EP_GEMM_FORWARD only: a and gemm_weight u8; a_scale f32 [>= M][K / 128], with any strides; gemm_scale f32
+ * [L][H / 128][K / 128]; all sizes of scales rounded up. Rows return in the layer's dtype. */
 #define EP_ARGS_gemm_combine(X, S)     \
     X(S, TENSOR, a)                    \
+    X(S, OPTIONAL, a_scale)            \
     X(S, TENSOR, gemm_weight)          \
+    X(S, OPTIONAL, gemm_scale)         \
     X(S, OPTIONAL, bias)               \
     X(S, OWN_OUT, rows)                \
     X(S, OPTIONAL, row_weight)         \
@@ -152,59 +185,6 @@ typedef enum {
     X(S, U32, is_masked)         \
     X(S, U32, fp8)               \
     X(S, U32, parts)
-
-/* Dispatch of tokens in FP8, which the caller has quantised. Inputs: x u8 [T][H], the bytes of e4m3 numbers,
- * H a multiple of 16; x_scale f32 [T][groups], where groups is H / 128, rounded up. Outputs: rows u8
- * [>= M][H]; row_scale f32 [as many][groups]. Both tensors of scales may have any strides. weight, plan,
- * row_weight, recv and awaits_rows are as in dispatch. There is no requires_grad, because there is no
- * gradient. */
-#define EP_ARGS_dispatch_fp8(X, S)     \
-    X(S, TENSOR, x)                    \
-    X(S, TENSOR, x_scale)              \
-    X(S, OPTIONAL, weight)             \
-    X(S, PLAN, plan)                   \
-    X(S, OWN_OUT, rows)                \
-    X(S, OWN_OUT, row_scale)           \
-    X(S, OWN_OUT_OPTIONAL, row_weight) \
-    X(S, OWN_OUT, recv)                \
-    X(S, AWAITS, awaits_rows)
-
-/* dispatch_fp8, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight u8
- * [L][N][H], gemm_scale f32 [L][N / 128][H / 128], both sizes rounded up; out of the layer's dtype. For gates
- * in front of ups N must be a multiple of 128. Rows from M on are
- * left unchanged. The rest is as in dispatch_fp8 and dispatch_gemm. */
-#define EP_ARGS_dispatch_gemm_fp8(X, S) \
-    X(S, TENSOR, x)                     \
-    X(S, TENSOR, x_scale)               \
-    X(S, OPTIONAL, weight)              \
-    X(S, PLAN, plan)                    \
-    X(S, OWN_OUT, rows)                 \
-    X(S, OWN_OUT, row_scale)            \
-    X(S, OWN_OUT_OPTIONAL, row_weight)  \
-    X(S, OWN_OUT, recv)                 \
-    X(S, TENSOR, gemm_weight)           \
-    X(S, TENSOR, gemm_scale)            \
-    X(S, OPTIONAL, bias)                \
-    X(S, OWN_OUT, out)                  \
-    X(S, U32, activation)               \
-    X(S, F64, alpha)                    \
-    X(S, F64, limit)                    \
-    X(S, AWAITS, awaits_rows)
-
-/* gemm_combine of rows and weights in FP8. CUDA only. a u8 [>= M][K]; a_scale f32 [as many][K / 128], with
- * any strides; gemm_weight u8 [L][H][K]; gemm_scale f32 [L][H / 128][K / 128]; all sizes of scales rounded
- * up. The rest is as in gemm_combine. There is no gradient. */
-#define EP_ARGS_gemm_combine_fp8(X, S) \
-    X(S, TENSOR, a)                    \
-    X(S, TENSOR, a_scale)              \
-    X(S, TENSOR, gemm_weight)          \
-    X(S, TENSOR, gemm_scale)           \
-    X(S, OPTIONAL, bias)               \
-    X(S, OWN_OUT, rows)                \
-    X(S, OPTIONAL, row_weight)         \
-    X(S, PLAN, plan)                   \
-    X(S, OWN, recv)                    \
-    X(S, OWN_OUT, out)                
 
 /* ---- calls that run several operations, one after the other ---- */
 

@@ -1,8 +1,8 @@
 /* params.h - the parameters of each operation: what layer_ops.c fills in and a backend executes.
  *
- * Exports EpPlanParams, EpDispatchParams, EpDispatchFp8Params, EpCombineParams; for the fused kernels
- * EpDispatchGemmParams, EpDispatchGemmFp8Params, EpGemmCombineParams and EpGemmCombineFp8Params; and for the
- * low-latency operations EpLlDispatchParams and EpLlCombineParams.
+ * Exports EpPlanParams, EpDispatchParams, EpCombineParams; for the fused kernels EpDispatchGemmParams and
+ * EpGemmCombineParams; EpScales, the dtype and the scales of these; and for the low-latency operations
+ * EpLlDispatchParams and EpLlCombineParams.
  * Invariant: a captured CUDA graph keeps a copy of these structs. So they contain neither an epoch nor the
  * number of received rows: a worker reads the epoch from its local words, and the number from the plan. */
 #ifndef EP_PARAMS_H
@@ -65,12 +65,15 @@ EP_PURE float *ep_row_scale(const EpRowScales *s, uint32_t row, uint32_t group) 
     return s->rows + row * s->row_step + group * s->group_step;
 }
 
-/* Dispatch of rows in FP8. An element has one byte, so dispatch.comm.layout.row_bytes is H, while the rest of
- * the layout, and the shape, are those of the layer. */
+/* The dtype of an operation, and in FP8 its scales. They are apart from the other parameters, because only
+ * the kernels of FP8 take them. An element then has one byte: comm.layout.row_bytes of a dispatch is H, while
+ * the rest of the layout, and the shape, are those of the layer; and EpGemmParams.is_f16 says of what dtype
+ * out and bias are. */
 typedef struct {
-    EpDispatchParams dispatch;
-    EpRowScales scales;
-} EpDispatchFp8Params;
+    uint32_t dtype;    /* EpOpDtype */
+    EpRowScales rows;  /* of the rows that dispatch moves */
+    EpGemmScales gemm; /* of the product; in dispatch + GEMM those of its a are rows.rows */
+} EpScales;
 
 typedef struct {
     EpComm comm;
@@ -106,14 +109,6 @@ typedef struct {
     uint32_t waits_for_expert;
 } EpDispatchGemmParams;
 
-/* Dispatch + GEMM of rows in FP8. plain.dispatch moves bytes, as the dispatch of EpDispatchFp8Params does.
- * plain.gemm.is_f16: out and bias are float16, and not bfloat16. The rows and weights are FP8. */
-typedef struct {
-    EpDispatchGemmParams plain;
-    EpRowScales row_scales;
-    EpGemmScales scales; /* those of a are row_scales.rows */
-} EpDispatchGemmFp8Params;
-
 typedef struct {
     EpGemmParams gemm; /* FORWARD; its output is the rows of combine */
     EpCombineParams combine;
@@ -124,12 +119,6 @@ typedef struct {
     /* No row is returned before all rows are ready. */
     uint32_t is_serial;
 } EpGemmCombineParams;
-
-/* The same for a product in FP8; plain.gemm.is_f16 is the dtype of the rows and of bias. */
-typedef struct {
-    EpGemmCombineParams plain;
-    EpGemmScales scales;
-} EpGemmCombineFp8Params;
 
 /* e4m3 rows, with a scale for each 128 numbers: the largest magnitude / 448, or the next power of two. UE8M0:
  * that power's exponent + 127 in one byte, four bytes of consecutive groups in a word. */

@@ -2,12 +2,15 @@
  * EpQuantizeParams and ep_quantize_*; the activations are in activation_math.h.
  *
  * The group of a row and 128 columns has scale = most / 448, where most is its largest magnitude, at least
- * 2^-100, and NaN does not count. A number of it becomes x * (1 / scale), rounded to nearest even. With an
- * activation, x is the activation of a row's numbers, computed in float32 and not rounded in between.
+ * 2^-100, and NaN does not count; with is_pow2, the next power of two. A number of it becomes
+ * x * (1 / scale), rounded to nearest even. With an activation, x is the activation of a row's numbers,
+ * computed in float32 and not rounded in between.
  *
  * Invariant: both backends compute the same bits. */
 #ifndef EP_QUANTIZE_H
 #define EP_QUANTIZE_H
+#include <string.h>
+
 #include "protocol/gemm_params.h"
 
 #define EP_QUANTIZE_GROUP EP_GEMM_SCALE_BLOCK
@@ -22,7 +25,29 @@ typedef struct {
     uint32_t dtype;      /* EpDtype of x */
     uint32_t activation; /* EpActivation */
     float slope, limit;  /* of the activation, see ep_quantize_set_activation */
+    uint32_t is_pow2;    /* scales are powers of two, see ep_quantize_pow2 */
 } EpQuantizeParams;
+
+/* The formats of 8-bit numbers. Their largest numbers are 448 = 1.75 * 2^8 and 57344 = 1.75 * 2^15. */
+typedef enum { EP_E4M3 = 0, EP_E5M2 = 1, EP_NUM_FP8_FORMATS } EpFp8Format;
+/* The scale of numbers of which `most` is the largest magnitude, at least EP_QUANTIZE_LEAST: the least power
+ * of two that is not less than most / the largest number of the format. Infinity stays infinity. */
+EP_PURE float ep_quantize_pow2(float most, uint32_t format) {
+    uint32_t bits;
+    memcpy(&bits, &most, 4);
+    if (bits >= 0x7f800000u) return most;
+    bits = ((bits + 0x1fffffu) & 0x7f800000u) - ((format == EP_E5M2 ? 15u : 8u) << 23); /* mantissa > 1.75 */
+    memcpy(&most, &bits, 4);
+    return most;
+}
+/* 1 / scale, for a scale of ep_quantize_pow2. */
+EP_PURE float ep_quantize_pow2_inverse(float scale) {
+    uint32_t bits;
+    memcpy(&bits, &scale, 4);
+    bits = bits >= 0x7f800000u ? 0 : (254u << 23) - bits;
+    memcpy(&scale, &bits, 4);
+    return scale;
+}
 
 /* Set an activation that exists (ep_gemm_is_activation). Its sigmoid is 1 / (1 + 2^(slope * x)). */
 EP_PURE void ep_quantize_set_activation(EpQuantizeParams *p, uint32_t activation, float alpha, float limit) {

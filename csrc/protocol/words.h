@@ -14,11 +14,11 @@
 
 /* The version of everything that ranks write to each other. They compare it when they meet, in every frame
  * of a socket and in every header. */
-#define EP_ABI_VERSION 0x6570000cu
+#define EP_ABI_VERSION 0x6570000du
 #define EP_LINE 128u /* bytes; words with different writers are on different lines */
 
 /* The header that a rank writes to every peer when it enters an operation. The fields of the X list must
- * be equal on all ranks. */
+ * be equal on all ranks. op is an EP_OP_WORD; dtype is that of the layer. */
 #define EP_HEADER_FIELDS(X) \
     X(abi)                  \
     X(op)                   \

@@ -138,8 +138,8 @@ static int set_up(PyObject *m) {
         return -1;
     for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++)
         if (PyModule_AddIntConstant(m, constants[i].name, constants[i].value)) return -1;
-    PyMethodDef *const all[] = {ep_args_methods, ep_world_methods, ep_heap_methods, ep_layer_methods,
-                                ep_gemm_methods};
+    PyMethodDef *const all[] = {ep_args_methods,  ep_world_methods, ep_heap_methods,
+                                ep_layer_methods, ep_gemm_methods,  ep_wgrad_fp8_methods};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         if (PyModule_AddFunctions(m, all[i])) return -1;
     ep_world_set_interrupt(is_interrupted);

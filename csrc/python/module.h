@@ -3,8 +3,8 @@
  * module.c         the module itself: constants, and the functions of the other files
  * module_args.c    errors, numbers and other arguments
  * module_tensor.c  tensors and streams, read through the C exchange API of a tensor's type
- * module_world.c, module_heap.c, module_layer.c, module_gemm.c  the functions for worlds, heaps, layers, the
- *                  grouped GEMM and devices
+ * module_world.c, module_heap.c, module_layer.c, module_gemm.c, module_wgrad_fp8.c  the functions for worlds,
+ *                  heaps, layers, the grouped GEMM and devices, and the gradient of weights in FP8
  *
  * Invariant: a function that can wait for a peer, a stream or a lock releases the interpreter lock
  * (WITHOUT_LOCK). */
@@ -40,7 +40,7 @@
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 extern PyMethodDef ep_args_methods[], ep_world_methods[], ep_heap_methods[], ep_layer_methods[],
-    ep_gemm_methods[];
+    ep_gemm_methods[], ep_wgrad_fp8_methods[];
 
 /* Set the exception for a code. Always returns NULL. */
 PyObject *ep_raise(int code);

@@ -3,13 +3,14 @@
 #include "protocol/gemm_params.h"
 #include "python/module.h"
 
-/* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tile_counter, out, is_portable) */
+/* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tile_counter, out, is_portable, a_scale,
+ * b_scale); with scales a and b are the bytes of FP8 numbers */
 FAST(grouped_gemm) {
-    EpTensor t[7];
+    EpTensor t[9];
     EpGemm g = {0};
     uint32_t is_portable;
     int code;
-    WANT(12);
+    WANT(14);
     const EpTensor **const to[] = {&g.a, &g.b, &g.offsets, &g.bias, &g.row_weight, &g.tile_counter, &g.out};
     if (!ep_get_u32(args[0], &g.kind) || !ep_get_u32(args[1], &g.activation) ||
         !ep_get_double(args[2], &g.alpha) || !ep_get_double(args[3], &g.limit) ||
@@ -17,41 +18,11 @@ FAST(grouped_gemm) {
         return NULL;
     for (int i = 0; i < 7; i++)
         if (!ep_get_tensor(args[4 + i], i >= 3 && i <= 5, &t[i], to[i])) return NULL;
+    if (!ep_get_tensor(args[12], true, &t[7], &g.a_scale) ||
+        !ep_get_tensor(args[13], true, &t[8], &g.b_scale))
+        return NULL;
     g.is_portable = is_portable != 0;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[4]);
-    WITHOUT_LOCK(code = ep_grouped_gemm(&g, stream));
-    return ep_done(code);
-}
-
-/* (activation, alpha, limit, a, b, (a_scale, b_scale), offsets, bias, row_weight, tile_counter, out,
- * is_portable): the bytes of FP8 numbers */
-FAST(grouped_gemm_fp8) {
-    EpTensor t[9];
-    EpGemm g = {.kind = EP_GEMM_FORWARD};
-    uint32_t is_portable;
-    int code;
-    WANT(12);
-    const EpTensor **const to[] = {&g.a,   &g.b,       &g.offsets, &g.bias, &g.row_weight, &g.tile_counter,
-                                   &g.out, &g.a_scale, &g.b_scale};
-    PyObject *scales = args[5];
-    if (!PyTuple_Check(scales) || PyTuple_Size(scales) != 2)
-        return PyErr_Format(PyExc_TypeError, "scales: wanted a tuple (a_scale, b_scale), got %R", scales);
-    PyObject *const from[] = {args[3],
-                              args[4],
-                              args[6],
-                              args[7],
-                              args[8],
-                              args[9],
-                              args[10],
-                              PyTuple_GetItem(scales, 0),
-                              PyTuple_GetItem(scales, 1)};
-    if (!ep_get_u32(args[0], &g.activation) || !ep_get_double(args[1], &g.alpha) ||
-        !ep_get_double(args[2], &g.limit) || !ep_get_u32(args[11], &is_portable))
-        return NULL;
-    for (int i = 0; i < 9; i++)
-        if (!ep_get_tensor(from[i], i >= 3 && i <= 5, &t[i], to[i])) return NULL;
-    g.is_portable = is_portable != 0;
-    void *stream = ep_stream_of(t[0].kind, t[0].device, from[0]);
     WITHOUT_LOCK(code = ep_grouped_gemm(&g, stream));
     return ep_done(code);
 }
@@ -73,18 +44,20 @@ FAST(activation) {
     return ep_done(code);
 }
 
-/* (activation, alpha, limit, x, num_rows, q, scales): the bytes of FP8 numbers */
+/* (activation, alpha, limit, x, num_rows, q, scales, is_pow2): the bytes of FP8 numbers */
 FAST(quantize_fp8) {
     EpTensor t[4];
     EpQuantize a = {0};
+    uint32_t is_pow2;
     int code;
-    WANT(7);
+    WANT(8);
     const EpTensor **const to[] = {&a.x, &a.num_rows, &a.q, &a.scales};
     if (!ep_get_u32(args[0], &a.activation) || !ep_get_double(args[1], &a.alpha) ||
-        !ep_get_double(args[2], &a.limit))
+        !ep_get_double(args[2], &a.limit) || !ep_get_u32(args[7], &is_pow2))
         return NULL;
     for (int i = 0; i < 4; i++)
         if (!ep_get_tensor(args[3 + i], i == 1, &t[i], to[i])) return NULL;
+    a.is_pow2 = is_pow2 != 0;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
     WITHOUT_LOCK(code = ep_quantize(&a, stream));
     return ep_done(code);
@@ -115,6 +88,5 @@ FAST(device_query) {
                 : Py_BuildValue("IIIO", d.major, d.minor, d.num_sms, d.has_hopper ? Py_True : Py_False);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(grouped_gemm_fp8), METHOD(activation),
-                                 METHOD(quantize_fp8), METHOD(gemm_has_counter), METHOD(device_query),
-                                 {NULL, NULL, 0, NULL}};
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm),     METHOD(activation),   METHOD(quantize_fp8),
+                                 METHOD(gemm_has_counter), METHOD(device_query), {NULL, NULL, 0, NULL}};

@@ -40,13 +40,14 @@ void ep_comm_close(EpCommBuffer *b) {
     b->comm.host = NULL;
 }
 
-uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream) {
+uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t word, uint64_t num_tokens, int code, void *stream) {
     EpCallRecord record = {.seq = ++b->num_ops,
                            .size = num_tokens,
-                           .what = (uint8_t)(b->is_heaps ? EP_CALL_HEAP_BARRIER : op),
+                           .what = (uint8_t)(b->is_heaps ? EP_CALL_HEAP_BARRIER : ep_op_of(word)),
                            .on_stream = b->on_stream,
                            .of = b->of,
-                           .buffer = b->buffer,
+                           .buffer = (uint8_t)b->buffer,
+                           .dtype = (uint8_t)ep_op_dtype_of(word),
                            .code = (int16_t)code};
     if (b->on_stream && b->backend->is_captured(stream)) ep_world_order_unknown(b->world);
     return ep_world_begin_call(b->world, &record);

@@ -1,16 +1,27 @@
 /* fault.c - the error of a fault record: which rank, which wait, what was expected and what was found.
  *
- * Exports ep_fault_error (error.h). */
+ * Exports ep_fault_error and ep_op_name (error.h). */
+#include <stdio.h>
+
 #include "protocol/low_latency.h"
 #include "runtime/error.h"
 
-static const char *op_name(uint32_t op) {
+EpOpName ep_op_name(uint32_t word) {
     static const char *const names[EP_NUM_OPS] = {[EP_OP_NONE] = "wait",
 #define X(NAME, name, Type, text) [EP_OP_##NAME] = text,
                                                   EP_OPERATIONS(X, X)
 #undef X
     };
-    return names[op < EP_NUM_OPS ? op : EP_OP_NONE];
+    static const char *const dtypes[EP_NUM_OP_DTYPES] = {
+#define X(NAME, text) [EP_IN_##NAME] = text,
+        EP_OP_DTYPES(X)
+#undef X
+    };
+    const uint32_t op = ep_op_of(word), dtype = ep_op_dtype_of(word);
+    EpOpName name;
+    snprintf(name.text, sizeof name.text, "%s%s", names[op < EP_NUM_OPS ? op : EP_OP_NONE],
+             dtypes[dtype < EP_NUM_OP_DTYPES ? dtype : EP_IN_LAYER_DTYPE]);
+    return name;
 }
 static const char *field_name(uint32_t field) {
     static const char *const names[] = {"",
@@ -32,7 +43,7 @@ static int timeout_error(const EpFaultRecord *f, uint32_t my_rank) {
             "rank %u timed out: no rank signalled the word on which it waits (expected value %llu, "
             "found %llu). Check that a rank calls signal() for this word. See world.flight_record().",
             my_rank, want, got);
-    if (f->word == EP_WORD_READY && (f->op == EP_OP_DISPATCH_GEMM || f->op == EP_OP_DISPATCH_GEMM_FP8))
+    if (f->word == EP_WORD_READY && ep_op_of(f->op) == EP_OP_DISPATCH_GEMM)
         return ep_error(
             EP_ETIMEOUT,
             "rank %u timed out: only %llu of %llu rows of a row block have arrived, and no rank is late. If "
@@ -44,8 +55,8 @@ static int timeout_error(const EpFaultRecord *f, uint32_t my_rank) {
     return ep_error(EP_ETIMEOUT,
                     "rank %u timed out waiting for rank %u in its %s (word %s, epoch %llu: wanted %llu, saw "
                     "%llu). %s See world.flight_record().",
-                    my_rank, f->peer, op_name(f->op), ep_word_name(f->word), (unsigned long long)f->epoch,
-                    want, got, advice);
+                    my_rank, f->peer, ep_op_name(f->op).text, ep_word_name(f->word),
+                    (unsigned long long)f->epoch, want, got, advice);
 }
 
 int ep_fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
@@ -57,20 +68,20 @@ int ep_fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
                             "rank %u: %s cannot use this layout: its plan or dispatch failed, or its T or "
                             "its number of rows does not "
                             "match the tensors. Make a new layout with preprocess or dispatch.",
-                            my_rank, op_name(f->op));
+                            my_rank, ep_op_name(f->op).text);
         return ep_error(EP_EPEER, "rank %u failed before its %s: %s. See the error that it raised.", f->peer,
-                        op_name(f->op),
+                        ep_op_name(f->op).text,
                         (int)(int64_t)got == EP_ENOMEM ? "no memory" : ep_error_name((int)(int64_t)got));
     case EP_EMISMATCH:
         if (f->field == 1 + EP_FIELD_op) /* the order of calls differs */
             return ep_error(EP_EMISMATCH,
                             "ranks disagree in op: rank %u called %s, rank 0 called %s. All ranks must make "
                             "the same calls in the same order.",
-                            f->peer, op_name((uint32_t)got), op_name((uint32_t)want));
+                            f->peer, ep_op_name((uint32_t)got).text, ep_op_name((uint32_t)want).text);
         return ep_error(EP_EMISMATCH,
                         "ranks disagree in %s: rank %u has %llu, rank 0 has %llu (in %s). It must be the "
                         "same on all ranks.",
-                        field_name(f->field), f->peer, got, want, op_name(f->op));
+                        field_name(f->field), f->peer, got, want, ep_op_name(f->op).text);
     case EP_EINDEX:
         if ((int64_t)got == EP_INDEX_UNKNOWN)
             return ep_error(EP_EINDEX,
@@ -100,7 +111,7 @@ int ep_fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
                         f->peer);
     case EP_ETIMEOUT: return timeout_error(f, my_rank);
     default:
-        return ep_error(f->code, "%s failed (word %s, rank %u). See world.flight_record().", op_name(f->op),
-                        ep_word_name(f->word), f->peer);
+        return ep_error(f->code, "%s failed (word %s, rank %u). See world.flight_record().",
+                        ep_op_name(f->op).text, ep_word_name(f->word), f->peer);
     }
 }

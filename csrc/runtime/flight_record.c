@@ -28,22 +28,27 @@ __attribute__((format(printf, 2, 3))) static void put(Out *o, const char *format
     if (n > 0) o->at = n < o->end - o->at ? o->at + n : o->end - 1;
 }
 
-/* The name of an EpCallKind. An invalid number is named "nothing". */
-static const char *call_name(uint32_t what) {
-    static const char *const names[EP_NUM_CALLS] = {"nothing",
-#define OPERATION(NAME, name, Type, text) text,
+/* The name of an EpCallKind that is no operation of a layer. An invalid number is named "nothing". */
+static const char *other_name(uint32_t what) {
+    static const char *const names[] = {
 #define OTHER(NAME, text) text,
-                                                    EP_OPERATIONS(OPERATION, OPERATION)
-                                                        EP_OTHER_CALLS(OTHER)};
-    return names[what < EP_NUM_CALLS ? what : 0];
+        EP_OTHER_CALLS(OTHER)};
+    return what > EP_CALL_LAST_OP && what < EP_NUM_CALLS ? names[what - EP_CALL_LAST_OP - 1] : "nothing";
+}
+/* The name of a call, for a text: call_name(n).text. */
+static EpOpName call_name(const EpCallRecord *n) {
+    EpOpName name;
+    if (ep_call_is_layers(n)) return ep_op_name(EP_OP_WORD(n->what, n->dtype));
+    snprintf(name.text, sizeof name.text, "%s", other_name(n->what));
+    return name;
 }
 
 void ep_about_name(uint32_t about, char *text, size_t num_bytes) {
     uint32_t what = about >> 16, of = about & 0xffff;
-    if (what == EP_CALL_LAYER_CLOSE) snprintf(text, num_bytes, "%s (layer %u)", call_name(what), of);
+    if (what == EP_CALL_LAYER_CLOSE) snprintf(text, num_bytes, "%s (layer %u)", other_name(what), of);
     else if (what >= EP_CALL_ALLOC && what <= EP_CALL_LAYER_CREATE)
-        snprintf(text, num_bytes, "%s (heap %u)", call_name(what), of);
-    else snprintf(text, num_bytes, "%s", call_name(what));
+        snprintf(text, num_bytes, "%s (heap %u)", other_name(what), of);
+    else snprintf(text, num_bytes, "%s", other_name(what));
 }
 
 /* Milliseconds from a time to the end of the world. */
@@ -51,7 +56,7 @@ static double before_end(const EpRecord *r, uint64_t ns) { return ((double)r->en
 
 static void put_record(Out *o, const EpRecord *r, const EpCallRecord *n) {
     unsigned long long seq = n->seq, size = n->size;
-    put(o, "%s", call_name(n->what));
+    put(o, "%s", call_name(n).text);
     if (ep_call_is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
     else if (n->what == EP_CALL_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
     else if (n->what == EP_CALL_ALL_GATHER) put(o, " #%llu", seq);
@@ -106,9 +111,11 @@ static const EpCallRecord *last_known(const EpRecord *r, uint32_t w) {
     return best;
 }
 
-/* True if two calls are the same, as far as the flight record can tell. */
+/* True if two calls are the same, as far as the flight record can tell. A rank that propagates an error may
+ * not know in which dtype it would have called the operation. */
 static bool are_alike(const EpCallRecord *a, const EpCallRecord *b) {
     return a->what == b->what && a->of == b->of && a->buffer == b->buffer &&
+           (a->dtype == b->dtype || a->code || b->code) &&
            (a->what != EP_CALL_ALL_GATHER || a->size == b->size);
 }
 
@@ -173,7 +180,7 @@ static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
     const EpCallRecord *n = last_known(r, w);
     put(o, "; last known: ");
     if (n)
-        put(o, "%s #%llu of %s %u", call_name(n->what), (unsigned long long)n->seq,
+        put(o, "%s #%llu of %s %u", call_name(n).text, (unsigned long long)n->seq,
             ep_call_is_layers(n) ? "layer" : "heap", n->of);
     if (n && ep_call_is_layers(n)) put(o, " buffer %u", n->buffer);
     if (r->ranks[w].heard_ns)
@@ -184,8 +191,8 @@ static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
 
 /* The name of a call, and the detail in which it differs from the other call. */
 static void put_call(Out *o, const char *before, const EpCallRecord *n, const EpCallRecord *other) {
-    put(o, "%s%s", before, call_name(n->what));
-    if (n->what != other->what) return;
+    put(o, "%s%s", before, call_name(n).text);
+    if (n->what != other->what || n->dtype != other->dtype) return;
     if (n->of != other->of) put(o, " of %s %u", ep_call_is_layers(n) ? "layer" : "heap", n->of);
     else if (n->buffer != other->buffer) put(o, " in buffer %u", n->buffer);
     else put(o, " of %llu bytes", (unsigned long long)n->size);
@@ -321,11 +328,11 @@ static void put_steps_table(Out *o, const EpRecord *r) {
         put(o, "%9llu", (unsigned long long)step);
         for (uint32_t w = 0; w < r->num_ranks; w++) {
             const EpCallRecord *n = record_at(&r->ranks[w], step);
-            char cell[32] = "-";
+            char cell[80] = "-";
             if (n && ep_call_is_layers(n))
-                snprintf(cell, sizeof cell, "%s %u.%u%s", call_name(n->what), n->of, n->buffer,
+                snprintf(cell, sizeof cell, "%s %u.%u%s", call_name(n).text, n->of, n->buffer,
                          n->end_ns ? "" : " *");
-            else if (n) snprintf(cell, sizeof cell, "%s%s", call_name(n->what), n->end_ns ? "" : " *");
+            else if (n) snprintf(cell, sizeof cell, "%s%s", call_name(n).text, n->end_ns ? "" : " *");
             put(o, "  %-*.16s", w + 1 < r->num_ranks ? 16 : 1, cell);
         }
         put(o, "\n");

@@ -49,7 +49,8 @@ typedef struct {
     uint8_t what;      /* EpCallKind */
     uint8_t on_stream; /* the end of the call means only that the operation is enqueued */
     uint16_t of;       /* number of the layer or heap, in the order of their creation in this world */
-    uint16_t buffer;   /* layer operation: number of the communication buffer */
+    uint8_t buffer;    /* layer operation: number of the communication buffer */
+    uint8_t dtype;     /* layer operation: EpOpDtype */
     int16_t code;      /* 0, or the EpCode that this rank propagated in the operation */
 } EpCallRecord;
 _Static_assert(sizeof(EpCallRecord) == 48, "a call record has six words");

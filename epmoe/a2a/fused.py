@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..comm.device import capabilities, integer
 from ..comm.heap import SymmetricHeap
 from ..comm.error_propagation import reported_after_plan
 from ..gemm.activations import Activation, activate
-from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, Kernel, add_bias, aligned, as_kernel, check_activation,
+from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, add_bias, aligned, as_kernel, check_activation,
                             grouped_gemm, is_transposed)
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import check_mode, constant_for_dynamo, is_watched, requires_grad
@@ -22,8 +22,6 @@ from .base import NO_CONFIG, Group, cast
 from .layer import EPAll2AllLayer, Outputs
 from .layout import EPLayout, Layout
 
-# A product in FP8: weights and their scales, and the bias or None.
-Fp8Weights: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 _FUSED = {False: 0, True: 1, None: 2}  # EpFused
 
 
@@ -230,31 +228,41 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         References:
             `mega_kernel_dispatch_token_moe_grouped_gemm` of Triton-distributed.
         """
-        if gemm_scale is not None:
-            product = gemm_weight, gemm_scale, bias, activation
-            return self._mega_dispatch_fp8(input, exp_indices, layout, product, weight, full_scatter_indices,
-                                           buffer)
+        scales = None
+        out_dtype = None if gemm_scale is None else self.dtype
         try:
             check_mode(input, weight, gemm_weight, bias)
-            gemm_weight = self._check_product(gemm_weight, None, self.hidden, bias, activation)
-            fused = self._is_fused(gemm_weight)
-            if layout is None or not fused:
+            if gemm_scale is None:
+                gemm_weight = self._check_product(gemm_weight, None, self.hidden, bias, activation)
+                fused = self._is_fused(gemm_weight)
+            else:
+                check_no_gradients("dispatch + GEMM", input, weight, gemm_weight, gemm_scale, bias)
+                gemm_weight = self._check_fp8(None, self.hidden, gemm_weight, gemm_scale, bias, activation)
+                fused = self._is_fused_fp8(gemm_weight, activation)
+            if layout is None or not fused or gemm_scale is not None:
                 self._check_tensor("input", input, self.dtype, (None, self.hidden))
         except Exception as error:
             op = _C.OP_DISPATCH_GEMM if self.fused else _C.OP_DISPATCH
             self._propagate(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
         if not fused:
-            rows, row_weight, layout = self.dispatch(input, exp_indices, weight, full_scatter_indices,
-                                                     layout=layout, buffer=buffer)
+            if gemm_scale is None:
+                rows, row_weight, layout = self.dispatch(input, exp_indices, weight, full_scatter_indices,
+                                                         layout=layout, buffer=buffer)
+            else:
+                rows, scales, row_weight, layout = self.dispatch_fp8(input, exp_indices, weight,
+                                                                     full_scatter_indices, layout=layout,
+                                                                     buffer=buffer)
             try:
                 h = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias,
-                                 activation=activation)
+                                 activation=activation, a_scale=scales, b_scale=gemm_scale,
+                                 out_dtype=out_dtype)
             except Exception as error:  # no memory: the next operation of the other ranks is combine
                 self._propagate(_C.OP_COMBINE, error, layout.buffer)
             return h, row_weight, layout
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH_GEMM, input, exp_indices, weight,
                                                  full_scatter_indices, layout, buffer)
-        return self._mega_dispatch_planned(layout, input, weight, gemm_weight, bias, activation, num_rows)
+        return self._mega_dispatch_planned(layout, input, weight, gemm_weight, bias, activation, num_rows,
+                                           gemm_scale)
 
     def mega_group_gemm_combine(self, gemm_input: Tensor, gemm_weight: Tensor, layout: Layout,
                                 weight: Tensor | None = None, *, bias: Tensor | None = None,
@@ -301,28 +309,39 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         References:
             `mega_kernel_moe_grouped_gemm_combine_token` of Triton-distributed.
         """
-        if gemm_scale is not None:
-            return self._mega_combine_fp8(gemm_input, layout, (gemm_weight, gemm_scale, bias), weight)
         fused = False
+        rows, scales, out_dtype = gemm_input, None, None
         try:
             check_mode(gemm_input, weight, gemm_weight, bias)
+            if gemm_scale is not None:
+                check_no_gradients("GEMM + combine", gemm_input, weight, gemm_weight, gemm_scale, bias)
             layout = self._check_dispatched(layout)
-            self._check_product(gemm_weight, self.hidden, None, bias, None)
-            fused = self._is_fused(gemm_weight)
+            if gemm_scale is None:
+                self._check_product(gemm_weight, self.hidden, None, bias, None)
+                fused = self._is_fused(gemm_weight)
+            else:
+                self._check_fp8(self.hidden, None, gemm_weight, gemm_scale, bias)
+                fused = self._is_fused_fp8(gemm_weight, is_first=False)
+                out_dtype = self.dtype
             weight = self._check_gemm_input(gemm_input, gemm_weight, layout, weight)
             with_grad = requires_grad(gemm_input, weight, gemm_weight, bias)
             fused = fused and not (with_grad and bias is not None)
+            if gemm_scale is not None:
+                rows, scales = quantize_fp8(gemm_input, num_rows=layout.expert_offsets[-1:])
             if fused:
+                if gemm_scale is not None:
+                    gemm_scale = self._scale_blocks(gemm_weight, gemm_scale)
                 gemm_weight = gemm_weight.contiguous()
                 bias = None if bias is None else bias.to(self.dtype).contiguous()
             else:
-                rows = grouped_gemm(gemm_input, gemm_weight, offsets=layout.expert_offsets, bias=bias)
+                rows = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias,
+                                    a_scale=scales, b_scale=gemm_scale, out_dtype=out_dtype)
         except Exception as error:
             self._propagate(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
         if not fused:
             return self.combine(rows, layout, weight)
-        return self._by_token(self._mega_combine_checked(layout, gemm_input, gemm_weight, bias, weight,
-                                                         with_grad))
+        return self._by_token(self._mega_combine_checked(layout, rows, gemm_weight, bias, weight, with_grad,
+                                                         scales, gemm_scale))
 
     def dispatch(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
                  full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
@@ -437,8 +456,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         return cast(weight, torch.float32)
 
     def _check_fp8(self, rows: int | None, columns: int | None, gemm_weight: Any, gemm_scale: Any, bias: Any,
-                   activation: Activation | None = None) -> None:
-        """Check the arguments of a product with weights [L, rows, columns], where None is any size."""
+                   activation: Activation | None = None) -> Tensor:
+        """As _check_product, for a product in FP8.  Returns gemm_weight [L, rows, columns]."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise TypeError(f"dtype {self.dtype} with weights in FP8: the layer must be of torch.bfloat16 or "
                             f"torch.float16")
@@ -458,34 +477,40 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                              f"{list(gemm_scale.shape)} on {gemm_scale.device}")
         if bias is not None:
             self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
+        return gemm_weight
 
-    def _fp8_weights(self, gemm_weight: Tensor, gemm_scale: Tensor, bias: Tensor | None) -> Fp8Weights:
-        """Return weights, a scale for each of their blocks, and the bias, as the fused kernels take them."""
+    def _scale_blocks(self, gemm_weight: Tensor, gemm_scale: Tensor) -> Tensor:
+        """Return a scale for each block of weights, as the fused kernels take them."""
         shape = _scales_shape(gemm_weight)
         if list(gemm_scale.shape) != shape:
             gemm_scale = gemm_scale.reshape(-1, 1, 1).expand(shape)
-        return (gemm_weight.contiguous(), gemm_scale.contiguous(),
-                None if bias is None else bias.to(self.dtype).contiguous())
+        return gemm_scale.contiguous()
 
     # ---- calls of the module; ops.py makes operators of them ----
 
     @reported_after_plan(_C.OP_DISPATCH_GEMM)
     def _mega_dispatch_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
                                gemm_weight: Tensor, bias: Tensor | None, activation: Activation | None,
-                               num_rows: int) -> tuple[Tensor, Tensor | None, EPLayout]:
+                               num_rows: int,
+                               gemm_scale: Tensor | None) -> tuple[Tensor, Tensor | None, EPLayout]:
         with_grad = requires_grad(input, weight, gemm_weight, bias)
         # With gradients, torch's own bias and activation follow the kernel, because they have a backward.
         inside, added = (None, None) if with_grad else (activation, bias)
+        x_scale = None
+        if gemm_scale is not None:
+            input, x_scale = quantize_fp8(input.contiguous())
+            gemm_scale = self._scale_blocks(gemm_weight, gemm_scale)
         gemm_weight = gemm_weight.contiguous()
         added = None if added is None else added.to(self.dtype).contiguous()
         if with_grad or is_watched():
             h, _, row_weight, recv = torch.ops.epmoe.dispatch_gemm(
-                input, weight, layout.plan, gemm_weight, added, self.id, layout.buffer, num_rows,
-                *as_kernel(inside), with_grad)
+                input, x_scale, weight, layout.plan, gemm_weight, gemm_scale, added, self.id, layout.buffer,
+                num_rows, *as_kernel(inside), with_grad)
             row_weight = None if weight is None else row_weight
         else:
-            h, _, row_weight, recv = self._dispatch_gemm(
-                input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows, *as_kernel(inside))
+            h, _, row_weight, recv, _ = self._dispatch_gemm(
+                input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows, *as_kernel(inside),
+                False, x_scale, gemm_scale)
         self._set_dispatched(layout, h, recv)
         if with_grad and bias is not None:  # an error is reported in the next operation of the other ranks
             h = add_bias(h, bias, layout.expert_offsets)
@@ -494,171 +519,71 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         return h, cast(row_weight, self.weight_dtype), layout
 
     @reported_after_plan(_C.OP_GEMM_COMBINE)
-    def _mega_combine_checked(self, layout: EPLayout, gemm_input: Tensor, gemm_weight: Tensor,
-                              bias: Tensor | None, weight: Tensor | None, with_grad: bool) -> Tensor:
+    def _mega_combine_checked(self, layout: EPLayout, a: Tensor, gemm_weight: Tensor, bias: Tensor | None,
+                              weight: Tensor | None, with_grad: bool, a_scale: Tensor | None,
+                              gemm_scale: Tensor | None) -> Tensor:
         if with_grad or is_watched():
-            return torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan,
-                                                layout.recv, self.id, layout.buffer, layout.num_tokens,
-                                                with_grad)[0]
-        return self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv,
-                                  layout.buffer, layout.num_tokens)[0]
+            return torch.ops.epmoe.gemm_combine(a, a_scale, gemm_weight, gemm_scale, bias, weight,
+                                                layout.plan, layout.recv, self.id, layout.buffer,
+                                                layout.num_tokens, with_grad)[0]
+        return self._gemm_combine(a, gemm_weight, bias, weight, layout.plan, layout.recv, layout.buffer,
+                                  layout.num_tokens, False, a_scale, gemm_scale)[0]
 
     def _dispatch_gemm(self, x: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
                        bias: Tensor | None, buffer: int, num_rows: int, activation: int, alpha: float = 0.0,
-                       limit: float = 0.0,
-                       with_grad: bool = False) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+                       limit: float = 0.0, with_grad: bool = False, x_scale: Tensor | None = None,
+                       gemm_scale: Tensor | None = None
+                       ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Allocate the outputs and call the module.
+
+        Returns the products, the rows, their weights, recv, and in FP8 the scales of the rows.
+        """
         columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
+        if x_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
+            x, gemm_weight = x.view(torch.uint8), gemm_weight.view(torch.uint8)
+            gemm_scale = aligned(gemm_scale)
 
         def make(n: int) -> Outputs:
             row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
             recv = self._empty(self._recv_words, dtype=torch.int32)
-            return ([self._empty(n, self.hidden), row_weight, self._empty(n, columns)],
-                    [recv, aligned(gemm_weight), aligned(bias)])
+            out, others = self._empty(n, columns), [recv, aligned(gemm_weight), gemm_scale, aligned(bias)]
+            if x_scale is None:
+                return [self._empty(n, self.hidden), None, row_weight, out], others
+            return [*self._fp8_rows(n, by_row=False), row_weight, out], others
 
         def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
-            rows, row_weight, out = outputs
+            *of_rows, out = outputs
             return _C.layer_dispatch_gemm(self._c, buffer, (
-                x, weight, plan, rows, row_weight, *others, out, None, activation, alpha, limit,
-                with_grad, FORWARD, awaits_rows))
+                x, x_scale, weight, plan, *of_rows, *others, out, None, activation, alpha, limit, with_grad,
+                FORWARD, awaits_rows))
 
         call = plan, buffer, x.shape[0]
         kept_for = gemm_weight.data_ptr() if with_grad else None
-        (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, kept_for)
-        return out, rows, row_weight, others[0]
+        made, others = self._run_dispatch(call, num_rows, make, launch, kept_for)
+        rows, row_scale, row_weight, out = made
+        if x_scale is not None:
+            rows = rows.view(torch.float8_e4m3fn)
+        return out, rows, row_weight, others[0], row_scale
 
     def _gemm_combine(self, a: Tensor, gemm_weight: Tensor, bias: Tensor | None, row_weight: Tensor | None,
                       plan: Tensor, recv: Tensor | None, buffer: int, num_tokens: int,
-                      with_grad: bool = False) -> tuple[Tensor, Tensor]:
+                      with_grad: bool = False, a_scale: Tensor | None = None,
+                      gemm_scale: Tensor | None = None,
+                      row_scalar: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Allocate the outputs and call the module.
+
+        Returns the sums, the rows that were added up, and the scalars of the tokens' choices.
+        """
         rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
+        out_scalar = None if row_scalar is None else self._empty(num_tokens, self.topk, dtype=torch.float32)
         gemm_weight, bias = aligned(gemm_weight), aligned(bias)
-        tensors = a, gemm_weight, bias, rows, row_weight, None, plan, recv, out, None
+        if a_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
+            a, gemm_weight = a.view(torch.uint8), gemm_weight.view(torch.uint8)
+            gemm_scale = aligned(gemm_scale)
         _C.layer_gemm_combine(self._c, buffer, (
-            *tensors, with_grad, FORWARD))
-        return out, rows
-
-    def _mega_dispatch_fp8(self, input: Tensor, exp_indices: Tensor | None, layout: Layout | None,
-                           product: tuple[Any, Tensor, Tensor | None, Activation | None],
-                           weight: Tensor | None, full_scatter_indices: Tensor | None,
-                           buffer: int) -> tuple[Tensor, Tensor | None, Layout]:
-        """mega_dispatch_group_gemm in FP8.  product: gemm_weight, gemm_scale, bias and activation."""
-        gemm_weight, gemm_scale, bias, activation = product
-        op = _C.OP_DISPATCH_GEMM_FP8 if self.fused else _C.OP_DISPATCH_FP8
-        try:
-            check_mode(input, weight, gemm_weight, bias)
-            check_no_gradients("dispatch + GEMM", input, weight, *product[:3])
-            self._check_fp8(None, self.hidden, *product)
-            fused = self._is_fused_fp8(gemm_weight, activation)
-            self._check_tensor("input", input, self.dtype, (None, self.hidden))
-        except Exception as error:
-            self._propagate(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
-        if not fused:
-            rows, scales, row_weight, layout = self.dispatch_fp8(input, exp_indices, weight,
-                                                                 full_scatter_indices, layout=layout,
-                                                                 buffer=buffer)
-            try:
-                h = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias,
-                                 activation=activation, a_scale=scales, b_scale=gemm_scale,
-                                 out_dtype=self.dtype)
-            except Exception as error:  # no memory: the next operation of the other ranks is combine
-                self._propagate(_C.OP_COMBINE, error, layout.buffer)
-            return h, row_weight, layout
-        layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
-                                                 buffer)
-        return self._mega_fp8_planned(layout, input, weight, product, num_rows)
-
-    @reported_after_plan(_C.OP_DISPATCH_GEMM_FP8)
-    def _mega_fp8_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
-                          product: tuple[Tensor, Tensor, Tensor | None, Activation | None],
-                          num_rows: int) -> tuple[Tensor, Tensor | None, EPLayout]:
-        x, x_scale = quantize_fp8(input.contiguous())
-        weights, activation = self._fp8_weights(*product[:3]), product[3]
-        if is_watched():
-            h, row_weight, recv = torch.ops.epmoe.dispatch_gemm_fp8(
-                x, x_scale, weight, layout.plan, *weights, self.id, layout.buffer, num_rows,
-                *as_kernel(activation))
-            row_weight = None if weight is None else row_weight
-        else:
-            h, row_weight, recv = self._dispatch_gemm_fp8(x, x_scale, weight, layout.plan, weights,
-                                                          layout.buffer, num_rows, as_kernel(activation))
-        self._set_dispatched(layout, h, recv)
-        return h, cast(row_weight, self.weight_dtype), layout
-
-    def _dispatch_gemm_fp8(self, x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor,
-                           weights: Fp8Weights, buffer: int, num_rows: int,
-                           activation: Kernel) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Allocate the outputs and call the module.  Returns the products, the row weights and recv.
-
-        weights: gemm_weight, its scale for each block, and its bias.  activation: as as_kernel returns it.
-        """
-        number, alpha, limit = activation
-        gemm_weight, gemm_scale, bias = weights
-        columns = gemm_weight.shape[1] // (2 if number in GATED else 1)
-        x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8, so the module gets bytes
-
-        def make(n: int) -> Outputs:
-            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, n, by_row=False)
-            return ([row_weight, self._empty(n, columns)],
-                    [rows, row_scale, recv, aligned(gemm_weight).view(torch.uint8), aligned(gemm_scale),
-                     aligned(bias)])
-
-        def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
-            (row_weight, out), (rows, row_scale, *others) = outputs, others
-            return _C.layer_dispatch_gemm_fp8(self._c, buffer, (
-                x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, number, alpha, limit,
-                awaits_rows))
-
-        call = plan, buffer, x.shape[0]
-        (row_weight, out), others = self._run_dispatch(call, num_rows, make, launch)
-        return out, row_weight, others[2]
-
-    def _mega_combine_fp8(self, gemm_input: Tensor, layout: Layout, product: Fp8Weights,
-                          weight: Tensor | None) -> Tensor:
-        """mega_group_gemm_combine in FP8.  product: gemm_weight, gemm_scale and bias."""
-        gemm_weight, gemm_scale, bias = product
-        fused = False
-        try:
-            check_mode(gemm_input, weight, gemm_weight, bias)
-            check_no_gradients("GEMM + combine", gemm_input, weight, *product)
-            layout = self._check_dispatched(layout)
-            self._check_fp8(self.hidden, None, *product)
-            fused = self._is_fused_fp8(gemm_weight, is_first=False)
-            weight = self._check_gemm_input(gemm_input, gemm_weight, layout, weight)
-            offsets = layout.expert_offsets
-            rows, scales = quantize_fp8(gemm_input, num_rows=offsets[-1:])
-            if fused:
-                weights = self._fp8_weights(*product)
-            else:
-                rows = grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
-                                    b_scale=gemm_scale, out_dtype=self.dtype)
-        except Exception as error:
-            self._propagate(_C.OP_GEMM_COMBINE_FP8 if fused else _C.OP_COMBINE, error,
-                            self._buffer_of(layout))
-        if not fused:
-            return self.combine(rows, layout, weight)
-        return self._by_token(self._combine_fp8_checked(layout, rows, scales, weights, weight))
-
-    @reported_after_plan(_C.OP_GEMM_COMBINE_FP8)
-    def _combine_fp8_checked(self, layout: EPLayout, rows: Tensor, scales: Tensor, weights: Fp8Weights,
-                             weight: Tensor | None) -> Tensor:
-        if is_watched():
-            return torch.ops.epmoe.gemm_combine_fp8(rows, scales, *weights, weight, layout.plan, layout.recv,
-                                                    self.id, layout.buffer, layout.num_tokens)
-        return self._gemm_combine_fp8(rows, scales, weights, weight, layout.plan, layout.recv, layout.buffer,
-                                      layout.num_tokens)
-
-    def _gemm_combine_fp8(self, a: Tensor, a_scale: Tensor, weights: Fp8Weights, row_weight: Tensor | None,
-                          plan: Tensor, recv: Tensor | None, buffer: int, num_tokens: int) -> Tensor:
-        """Allocate the outputs and call the module.  Returns the sums.
-
-        weights: gemm_weight, its scale for each block, and its bias.
-        """
-        rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
-        gemm_weight, gemm_scale, bias = weights
-        # DLPack of some versions of torch has no FP8, so the module gets bytes
-        _C.layer_gemm_combine_fp8(self._c, buffer, (
-            a.view(torch.uint8), a_scale, aligned(gemm_weight).view(torch.uint8), aligned(gemm_scale),
-            aligned(bias), rows, row_weight, plan, recv, out))
-        return out
+            a, a_scale, gemm_weight, gemm_scale, bias, rows, row_weight, row_scalar, plan, recv, out,
+            out_scalar, with_grad, FORWARD))
+        return out, rows, out_scalar
 
     # ---- without token saving, every choice is a token of its own (_copies > 1) ----
 

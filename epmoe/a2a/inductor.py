@@ -15,7 +15,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 # The index of each operator's smallest result, or None where it has only one.
 _RESULTS = {"nodes_plan": 1, "nodes_out": 1, "nodes_return": 1,
             "plan": None, "dispatch": 1, "combine": 1, "dispatch_gemm": 2, "gemm_combine": 0,
-            "dispatch_fp8": 2, "dispatch_gemm_fp8": 1, "gemm_combine_fp8": None,
             "experts": 3, "experts_backward_down": 3, "experts_backward_up": 1}
 
 

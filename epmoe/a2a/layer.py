@@ -31,7 +31,7 @@ from ..comm.error_propagation import check_plain, reported_after_plan
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..gemm.activations import Activation
-from ..gemm.grouped import FP8_BLOCK, check_activation
+from ..gemm.grouped import FP8_BLOCK, aligned, check_activation
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import allocator_of, check_mode, is_watched, requires_grad
 from . import ops
@@ -399,7 +399,6 @@ class EPAll2AllLayer(CollectiveLayer):
         References:
             DeepSeek-V3 Technical Report, section 3.3.2 (1x128 groups) and 3.3.3 (dispatch in FP8).
         """
-        op = _C.OP_DISPATCH_FP8
         try:
             if requires_grad(*(t for t in (input, weight) if isinstance(t, torch.Tensor))):
                 raise RuntimeError("dispatch_fp8 has no gradients: call it under torch.no_grad(), or use "
@@ -407,9 +406,10 @@ class EPAll2AllLayer(CollectiveLayer):
             if self.hidden % 16:
                 raise ValueError(f"hidden {self.hidden}: dispatch_fp8 needs a multiple of 16")
         except Exception as error:
-            self._propagate(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
-        layout, weight, num_rows = self._prepare(op, input, exp_indices, weight, full_scatter_indices, layout,
-                                                 buffer)
+            self._propagate(_C.OP_PLAN if layout is None else _C.OP_DISPATCH, error,
+                            self._buffer_of(layout, buffer))
+        layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight,
+                                                 full_scatter_indices, layout, buffer)
         return self._dispatch_fp8_planned(layout, input, weight, num_rows)
 
     def combine(self, input: Tensor, layout: Layout, weight: Tensor | None = None) -> Tensor:
@@ -718,77 +718,67 @@ class EPAll2AllLayer(CollectiveLayer):
         if self._copies > 1:
             input = input.repeat_interleave(self._copies, 0)
         if with_grad or is_watched():
-            rows, row_weight, recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows,
-                                                  with_grad)
+            rows, row_weight, recv, _ = ops.dispatch(self, input, weight, layout.plan, layout.buffer,
+                                                     num_rows, with_grad)
         else:
-            rows, row_weight, recv = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows)
+            rows, row_weight, recv, _ = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows)
         self._set_dispatched(layout, rows, recv)
         return rows, cast(row_weight, self.weight_dtype), layout
 
-    def _dispatch(self, x: Tensor, weight: Tensor | None, plan: Tensor, buffer: int, num_rows: int,
-                  with_grad: bool = False, kept_for: int = 0) -> tuple[Tensor, Tensor | None, Tensor]:
-        """kept_for: with_grad, as for _run_dispatch; 0 if there are no weights."""
-        def make(n: int) -> Outputs:
-            row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
-            recv = self._empty(self._recv_words, dtype=torch.int32)
-            return [self._empty(n, self.hidden), row_weight], [recv]
-
-        def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
-            return _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad,
-                                                       awaits_rows))
-
-        call = plan, buffer, x.shape[0]
-        (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,
-                                                         kept_for if with_grad else None)
-        return rows, row_weight, recv
-
-    @reported_after_plan(_C.OP_DISPATCH_FP8)
+    @reported_after_plan(_C.OP_DISPATCH)
     def _dispatch_fp8_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
                               num_rows: int) -> tuple[Tensor, Tensor, Tensor | None, EPLayout]:
         x, x_scale = quantize_fp8(input.contiguous())
         if self._copies > 1:
             x, x_scale = x.repeat_interleave(self._copies, 0), x_scale.repeat_interleave(self._copies, 0)
+        scales: Any
         if is_watched():
-            rows, scales, row_weight, recv = torch.ops.epmoe.dispatch_fp8(
-                x, x_scale, weight, layout.plan, self.id, layout.buffer, num_rows)
-            row_weight = None if weight is None else row_weight
+            rows, row_weight, recv, scales = ops.dispatch(self, x, weight, layout.plan, layout.buffer,
+                                                          num_rows, x_scale=x_scale)
         else:
-            rows, scales, row_weight, recv = self._dispatch_fp8(x, x_scale, weight, layout.plan,
-                                                                layout.buffer, num_rows)
+            rows, row_weight, recv, scales = self._dispatch(x, weight, layout.plan, layout.buffer, num_rows,
+                                                            x_scale=x_scale)
         self._set_dispatched(layout, rows, recv)
         return rows, scales, cast(row_weight, self.weight_dtype), layout
 
-    def _dispatch_fp8(self, x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor, buffer: int,
-                      num_rows: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Allocate the outputs and call the module."""
-        x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8, so the module gets bytes
+    def _dispatch(self, x: Tensor, weight: Tensor | None, plan: Tensor, buffer: int, num_rows: int,
+                  with_grad: bool = False, kept_for: int = 0,
+                  x_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Allocate the outputs and call the module.  Returns the rows, their weights, recv and their scales.
+
+        kept_for: with_grad, as for _run_dispatch; 0 if there are no weights.  x_scale: of tokens in FP8.
+        """
+        if x_scale is not None:
+            x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8
 
         def make(n: int) -> Outputs:
-            *outputs, recv = self._fp8_outputs(weight, n, by_row=True)
-            return outputs, [recv]
+            row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
+            recv = self._empty(self._recv_words, dtype=torch.int32)
+            if x_scale is None:
+                return [self._empty(n, self.hidden), None, row_weight], [recv]
+            return [*self._fp8_rows(n, by_row=True), row_weight], [recv]
 
         def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
-            return _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others,
-                                                           awaits_rows))
+            return _C.layer_dispatch(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others, with_grad,
+                                                       awaits_rows))
 
         call = plan, buffer, x.shape[0]
-        (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch)
-        return rows.view(torch.float8_e4m3fn), row_scale, row_weight, recv
+        (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,
+                                                                    kept_for if with_grad else None)
+        if x_scale is not None:
+            rows = rows.view(torch.float8_e4m3fn)
+        return rows, row_weight, recv, row_scale
 
-    def _fp8_outputs(self, weight: Tensor | None, num_rows: int,
-                     by_row: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Allocate what a dispatch writes: the rows as bytes, their scales, their weights or None, and recv.
+    def _fp8_rows(self, num_rows: int, by_row: bool) -> tuple[Tensor, Tensor]:
+        """Allocate the rows of a dispatch in FP8, as bytes, and their scales.
 
         by_row: The scales of a row are next to each other in memory, else those of a group.
         """
         rows = self._empty(num_rows, self.hidden, dtype=torch.uint8)
         groups = -(-self.hidden // FP8_BLOCK)
         if by_row:
-            row_scale = self._empty(num_rows, groups, dtype=torch.float32)
-        else:
-            row_scale = self._empty(groups, num_rows, dtype=torch.float32).t()
-        row_weight = None if weight is None else self._empty(num_rows, dtype=torch.float32)
-        return rows, row_scale, row_weight, self._empty(self._recv_words, dtype=torch.int32)
+            return rows, self._empty(num_rows, groups, dtype=torch.float32)
+        return rows, self._empty(groups, num_rows, dtype=torch.float32).t()
 
     def _set_dispatched(self, layout: EPLayout, rows: Tensor, recv: Tensor) -> None:
         """Give a layout what its dispatch has returned: the received rows, and recv."""
@@ -844,9 +834,11 @@ class EPAll2AllLayer(CollectiveLayer):
         self._size_hints[key] = next_size_hint(room, num_rows, is_kept, too_large)
         if not is_launched:
             return None
-        for t in made[0] if num_rows < room else ():
-            if t is not None:
+        for i, t in enumerate(made[0] if num_rows < room else ()):
+            if t is not None and t.is_contiguous():
                 t.resize_(num_rows, *t.shape[1:])
+            elif t is not None:  # scales, those of a group next to each other
+                made[0][i] = t[:num_rows]
         return made
 
     @reported_after_plan(_C.OP_COMBINE)

@@ -19,7 +19,7 @@ from .. import _C
 from ..comm.error_propagation import reporting
 from ..gemm.grouped import DGRAD, GATED, aligned
 from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
-from ..torch_modes import check_mode, implement, new_size
+from ..torch_modes import check_mode, implement, new_size, record_gradient
 
 if TYPE_CHECKING:
     from .fused import EpAll2AllFusedOp
@@ -30,8 +30,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 layers: weakref.WeakValueDictionary[str, EPAll2AllLayer] = weakref.WeakValueDictionary()  # id -> layer
 lib = torch.library.Library("epmoe", "DEF")
 lib.define("plan(Tensor indices, Tensor? scatter, str layer, int buffer, Tensor? after=None) -> Tensor")
-lib.define("dispatch(Tensor x, Tensor? weight, Tensor plan, str layer, int buffer, SymInt num_rows, "
-           "bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, Tensor)")
+lib.define("dispatch(Tensor x, Tensor? x_scale, Tensor? weight, Tensor plan, str layer, int buffer, "
+           "SymInt num_rows, bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, Tensor, "
+           "Tensor)")
 lib.define("combine(Tensor rows, Tensor? row_weight, Tensor? row_scalar, Tensor plan, Tensor recv, str "
            "layer, int buffer, SymInt num_tokens, bool requires_grad=False, Tensor? after=None) -> (Tensor, "
            "Tensor)")
@@ -52,6 +53,11 @@ def absent(like: Tensor) -> Tensor:
     return like.new_empty((), dtype=torch.float32)
 
 
+def no_scales(like: Tensor) -> Tensor:
+    """As absent, but without a number that nothing writes: torch can compare the results of two runs."""
+    return like.new_empty(0, dtype=torch.float32)
+
+
 # ---- implementations ----
 
 
@@ -61,13 +67,15 @@ def _plan(indices: Tensor, scatter: Tensor | None, layer_id: str, buffer: int,
     return layer._plan(indices, scatter, buffer)
 
 
-def _dispatch(x: Tensor, weight: Tensor | None, plan: Tensor, layer_id: str, buffer: int, num_rows: int,
-              requires_grad: bool = False, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _dispatch(x: Tensor, x_scale: Tensor | None, weight: Tensor | None, plan: Tensor, layer_id: str,
+              buffer: int, num_rows: int, requires_grad: bool = False,
+              after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EPAll2AllLayer = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH, buffer, plan, num_rows < 0):
-        rows, row_weight, recv = layer._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows,
-                                                 requires_grad)
-    return rows, absent(x) if row_weight is None else row_weight, recv
+        rows, row_weight, recv, row_scale = layer._dispatch(aligned(x), aligned(weight), plan, buffer,
+                                                            num_rows, requires_grad, x_scale=x_scale)
+    return (rows, absent(x) if row_weight is None else row_weight, recv,
+            no_scales(x) if row_scale is None else row_scale)
 
 
 def _combine(rows: Tensor, row_weight: Tensor | None, row_scalar: Tensor | None, plan: Tensor, recv: Tensor,
@@ -143,13 +151,15 @@ def _(indices: Tensor, scatter: Tensor | None, layer_id: str, buffer: int,
 
 
 @register_fake("dispatch")
-def _(x: Tensor, weight: Tensor | None, plan: Tensor, layer_id: str, buffer: int, num_rows: Any,
-      requires_grad: bool = False, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, x_scale: Tensor | None, weight: Tensor | None, plan: Tensor, layer_id: str, buffer: int,
+      num_rows: Any, requires_grad: bool = False,
+      after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EPAll2AllLayer = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
-    return x.new_empty(num_rows, layer.hidden,
-                       dtype=layer.dtype), row_weight, plan.new_empty(layer._recv_words)
+    row_scale = no_scales(x) if x_scale is None else x_scale.new_empty(num_rows, x_scale.shape[1])
+    rows = x.new_empty(num_rows, layer.hidden, dtype=layer.dtype if x_scale is None else x.dtype)
+    return rows, row_weight, plan.new_empty(layer._recv_words), row_scale
 
 
 @register_fake("combine")
@@ -186,15 +196,22 @@ def saved_tensors(ctx: Any, layer: EPAll2AllLayer, op: int, grad: Any) -> tuple[
         layer._propagate(op, error, ctx.buffer)
 
 
+def check_gradient(*scales: Tensor | None) -> None:
+    """Raise RuntimeError for an operator in FP8, which has scales, where a gradient is wanted."""
+    if any(scale is not None for scale in scales):
+        raise RuntimeError("an operation in FP8 has no gradient: call it under torch.no_grad()")
+
+
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, plan, ctx.layer, ctx.buffer, *_ = inputs
+    x, x_scale, weight, plan, ctx.layer, ctx.buffer, *_ = inputs
+    check_gradient(x_scale)
     ctx.num_tokens = x.shape[0]
     ctx.has_weight = weight is not None
     ctx.save_for_backward(plan, output[2])
 
 
 def _dispatch_backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor,
-                       _: Any) -> tuple[Tensor | None, ...]:
+                       *_: Any) -> tuple[Tensor | None, ...]:
     plan, recv = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_COMBINE, d_rows)
     with reporting(layer_of(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
         check_mode(d_rows, d_row_weight, may_batch=True)
@@ -202,7 +219,7 @@ def _dispatch_backward(ctx: Any, d_rows: Tensor, d_row_weight: Tensor,
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
         dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
                                                ctx.num_tokens)
-    return dx, d_weight if ctx.has_weight else None, *[None] * 6
+    return dx, None, d_weight if ctx.has_weight else None, *[None] * 6
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -227,8 +244,8 @@ def _combine_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor
         check_mode(d_out, d_scalar, *weighted, may_batch=True)
         d_out = d_out.contiguous()
         scalar = d_scalar.contiguous() if ctx.has_scalar else None
-        g, d_row_scalar, _ = torch.ops.epmoe.dispatch(d_out, scalar, plan, ctx.layer, ctx.buffer,
-                                                      ctx.num_rows)
+        g, d_row_scalar, *_ = torch.ops.epmoe.dispatch(d_out, None, scalar, plan, ctx.layer, ctx.buffer,
+                                                       ctx.num_rows)
     if ctx.has_weight:
         rows, row_weight = weighted
         g, d_weight = _weigh(g, rows, row_weight, ctx.needs_input_grad[1])
@@ -241,18 +258,19 @@ def _weigh(g: Tensor, rows: Tensor, row_weight: Tensor, needs_weight: bool) -> t
     return (g * row_weight[:, None]).to(g.dtype), d_weight
 
 
-torch.library.register_autograd("epmoe::dispatch", _dispatch_backward, setup_context=_save_dispatch, lib=lib)
-torch.library.register_autograd("epmoe::combine", _combine_backward, setup_context=_save_combine, lib=lib)
+record_gradient(lib, "dispatch", _save_dispatch, _dispatch_backward)
+record_gradient(lib, "combine", _save_combine, _combine_backward)
 
 
 # ---- the fused kernels ----
 
-lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str "
-           "layer, int buffer, SymInt num_rows, int activation, float alpha=0, float limit=0, bool "
-           "requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
-lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor? row_weight, Tensor plan, "
-           "Tensor recv, str layer, int buffer, SymInt num_tokens, bool requires_grad=False, "
-           "Tensor? after=None) -> (Tensor, Tensor)")
+lib.define("dispatch_gemm(Tensor x, Tensor? x_scale, Tensor? weight, Tensor plan, Tensor gemm_weight, "
+           "Tensor? gemm_scale, Tensor? bias, str layer, int buffer, SymInt num_rows, int activation, "
+           "float alpha=0, float limit=0, bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, "
+           "Tensor, Tensor)")
+lib.define("gemm_combine(Tensor a, Tensor? a_scale, Tensor gemm_weight, Tensor? gemm_scale, Tensor? bias, "
+           "Tensor? row_weight, Tensor plan, Tensor recv, str layer, int buffer, SymInt num_tokens, "
+           "bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor)")
 
 
 def expert_offsets(layer: EPAll2AllLayer, plan: Tensor) -> Tensor:
@@ -260,24 +278,27 @@ def expert_offsets(layer: EPAll2AllLayer, plan: Tensor) -> Tensor:
     return plan.narrow(0, layer._plan_front["expert_row"], layer.num_local_experts + 1)
 
 
-def _run_dispatch_gemm(x: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
-                       bias: Tensor | None, layer_id: str, buffer: int, num_rows: int, activation: int,
-                       alpha: float = 0.0, limit: float = 0.0, requires_grad: bool = False,
+def _run_dispatch_gemm(x: Tensor, x_scale: Tensor | None, weight: Tensor | None, plan: Tensor,
+                       gemm_weight: Tensor, gemm_scale: Tensor | None, bias: Tensor | None, layer_id: str,
+                       buffer: int, num_rows: int, activation: int, alpha: float = 0.0, limit: float = 0.0,
+                       requires_grad: bool = False,
                        after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EpAll2AllFusedOp = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH_GEMM, buffer, plan, num_rows < 0):
-        out, rows, row_weight, recv = layer._dispatch_gemm(
-            x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit, requires_grad)
+        out, rows, row_weight, recv, _ = layer._dispatch_gemm(
+            aligned(x), aligned(weight), plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit,
+            requires_grad, x_scale, gemm_scale)
     return out, rows, absent(x) if row_weight is None else row_weight, recv
 
 
-def _run_gemm_combine(a: Tensor, gemm_weight: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-                      plan: Tensor, recv: Tensor, layer_id: str, buffer: int, num_tokens: int,
-                      requires_grad: bool = False, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _run_gemm_combine(a: Tensor, a_scale: Tensor | None, gemm_weight: Tensor, gemm_scale: Tensor | None,
+                      bias: Tensor | None, row_weight: Tensor | None, plan: Tensor, recv: Tensor,
+                      layer_id: str, buffer: int, num_tokens: int, requires_grad: bool = False,
+                      after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     layer: EpAll2AllFusedOp = layer_of(layer_id)
     with reporting(layer, _C.OP_GEMM_COMBINE, buffer, plan):
         return layer._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
-                                   requires_grad)
+                                   requires_grad, a_scale, gemm_scale)[:2]
 
 
 implement(lib, "dispatch_gemm", _run_dispatch_gemm)
@@ -285,28 +306,30 @@ implement(lib, "gemm_combine", _run_gemm_combine)
 
 
 @register_fake("dispatch_gemm")
-def _(x: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor, bias: Tensor | None, layer_id: str,
-      buffer: int, num_rows: Any, activation: int, *_: Any,
-      **__: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, x_scale: Tensor | None, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
+      gemm_scale: Tensor | None, bias: Tensor | None, layer_id: str, buffer: int, num_rows: Any,
+      activation: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EpAll2AllFusedOp = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
     like = x.new_empty(0, dtype=layer.dtype)
     out = like.new_empty(num_rows, columns)
-    return out, like.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
+    rows = x.new_empty(num_rows, layer.hidden, dtype=layer.dtype if x_scale is None else x.dtype)
+    return out, rows, row_weight, plan.new_empty(layer._recv_words)
 
 
 @register_fake("gemm_combine")
-def _(a: Tensor, gemm_weight: Tensor, bias: Tensor | None, row_weight: Tensor | None, plan: Tensor,
-      recv: Tensor, layer_id: str, buffer: int, num_tokens: int, requires_grad: bool = False,
-      after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _(a: Tensor, a_scale: Tensor | None, gemm_weight: Tensor, gemm_scale: Tensor | None, bias: Tensor | None,
+      row_weight: Tensor | None, plan: Tensor, recv: Tensor, layer_id: str, buffer: int, num_tokens: int,
+      requires_grad: bool = False, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     like = a.new_empty(0, dtype=layer_of(layer_id).dtype)
     return like.new_empty(num_tokens, gemm_weight.shape[1]), like.new_empty(a.shape[0], gemm_weight.shape[1])
 
 
 def _save_dispatch_gemm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, *_ = inputs
+    x, x_scale, weight, plan, gemm_weight, _, _, ctx.layer, ctx.buffer, _, ctx.activation, *_ = inputs
+    check_gradient(x_scale)
     ctx.num_tokens = x.shape[0]
     ctx.has_weight = weight is not None
     ctx.deferred_wgrad = deferred_wgrad_of(gemm_weight)
@@ -326,18 +349,20 @@ def _dispatch_gemm_backward(ctx: Any, d_out: Tensor, d_rows: Tensor, d_row_weigh
         offsets = expert_offsets(layer, plan)
         d_out = d_out.contiguous()
         d_gemm_weight = None
-        if ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[4]:
             d_gemm_weight = gradient_of(ctx.deferred_wgrad, d_out, rows, offsets)
-        d_rows = gemm(d_out, gemm_weight, offsets, None, None, DGRAD, 0, False)
+        d_rows = gemm(d_out, gemm_weight, offsets, None, None, None, None, DGRAD, 0, False, None)
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
         num_tokens = ctx.num_tokens * layer._copies
         dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
                                                num_tokens)
-    return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 9
+    return (layer._by_token(dx), None, d_weight if ctx.has_weight else None, None, d_gemm_weight,
+            *[None] * 10)
 
 
 def _save_gemm_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, *_ = inputs
+    a, a_scale, gemm_weight, _, _, row_weight, plan, _, ctx.layer, ctx.buffer, *_ = inputs
+    check_gradient(a_scale)
     ctx.has_weight = row_weight is not None
     ctx.num_rows = a.shape[0]
     ctx.deferred_wgrad = deferred_wgrad_of(gemm_weight)
@@ -352,113 +377,26 @@ def _gemm_combine_backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | No
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
         check_mode(d_out, a, gemm_weight, *weighted, may_batch=True)
         d_out = d_out.contiguous()
-        g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
+        g, *_ = torch.ops.epmoe.dispatch(d_out, None, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
     # The layer's next operation of this backward is a combine; there is none without a gradient of the rows.
     calls_combine = ctx.needs_input_grad[0]
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
         if ctx.has_weight:
             rows, row_weight = weighted
-            d_weight = row_dots(g, rows) if ctx.needs_input_grad[3] else None
+            d_weight = row_dots(g, rows) if ctx.needs_input_grad[5] else None
             g = (g * row_weight[:, None]).to(g.dtype)
         offsets = expert_offsets(layer, plan)
         da = None
         d_gemm_weight = None
         if ctx.needs_input_grad[0]:
-            da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False)
-        if ctx.needs_input_grad[1]:
+            da = gemm(g, gemm_weight, offsets, None, None, None, None, DGRAD, 0, False, None)
+        if ctx.needs_input_grad[2]:
             d_gemm_weight = gradient_of(ctx.deferred_wgrad, g, a, offsets)
-    return da, d_gemm_weight, None, d_weight, *[None] * 7
+    return da, None, d_gemm_weight, None, None, d_weight, *[None] * 7
 
 
-torch.library.register_autograd("epmoe::dispatch_gemm", _dispatch_gemm_backward,
-                                setup_context=_save_dispatch_gemm, lib=lib)
-torch.library.register_autograd("epmoe::gemm_combine", _gemm_combine_backward,
-                                setup_context=_save_gemm_combine, lib=lib)
-
-
-# ---- FP8: no gradients ----
-
-lib.define("dispatch_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tensor plan, str layer, int buffer, "
-               "SymInt num_rows, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
-
-
-def _run_dispatch_fp8(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor, layer_id: str,
-                      buffer: int, num_rows: int,
-                      after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    layer: EPAll2AllLayer = layer_of(layer_id)
-    with reporting(layer, _C.OP_DISPATCH_FP8, buffer, plan, num_rows < 0):
-        rows, scales, row_weight, recv = layer._dispatch_fp8(aligned(x), x_scale, aligned(weight), plan,
-                                                             buffer, num_rows)
-    return rows, scales, absent(x_scale) if row_weight is None else row_weight, recv
-
-
-implement(lib, "dispatch_fp8", _run_dispatch_fp8)
-
-
-@register_fake("dispatch_fp8")
-def _(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor, layer_id: str, buffer: int,
-      num_rows: Any, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    layer: EPAll2AllLayer = layer_of(layer_id)
-    num_rows = rows_to_trace(layer, num_rows)
-    row_weight = absent(x_scale) if weight is None else x_scale.new_empty(num_rows)
-    return (x.new_empty(num_rows, layer.hidden), x_scale.new_empty(num_rows, x_scale.shape[1]), row_weight,
-            plan.new_empty(layer._recv_words))
-
-
-lib.define("dispatch_gemm_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tensor plan, Tensor gemm_weight, "
-               "Tensor gemm_scale, Tensor? bias, str layer, int buffer, SymInt num_rows, int activation, "
-               "float alpha=0, float limit=0, Tensor? after=None) -> (Tensor, Tensor, Tensor)")
-
-lib.define("gemm_combine_fp8(Tensor a, Tensor a_scale, Tensor gemm_weight, Tensor gemm_scale, "
-               "Tensor? bias, Tensor? row_weight, Tensor plan, Tensor recv, str layer, int buffer, "
-               "SymInt num_tokens, Tensor? after=None) -> Tensor")
-
-
-def _run_dispatch_gemm_fp8(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor,
-                           gemm_weight: Tensor, gemm_scale: Tensor, bias: Tensor | None, layer_id: str,
-                           buffer: int, num_rows: int, activation: int, alpha: float = 0.0,
-                           limit: float = 0.0,
-                           after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    weights = gemm_weight, gemm_scale, bias
-    layer: EpAll2AllFusedOp = layer_of(layer_id)
-    with reporting(layer, _C.OP_DISPATCH_GEMM_FP8, buffer, plan, num_rows < 0):
-        out, row_weight, recv = layer._dispatch_gemm_fp8(
-            aligned(x), x_scale, aligned(weight), plan, weights, buffer, num_rows,
-            (activation, alpha, limit))
-    return out, absent(x_scale) if row_weight is None else row_weight, recv
-
-
-def _run_gemm_combine_fp8(a: Tensor, a_scale: Tensor, gemm_weight: Tensor, gemm_scale: Tensor,
-                          bias: Tensor | None, row_weight: Tensor | None, plan: Tensor, recv: Tensor,
-                          layer_id: str, buffer: int, num_tokens: int,
-                          after: Tensor | None = None) -> Tensor:
-    weights = gemm_weight, gemm_scale, bias
-    layer: EpAll2AllFusedOp = layer_of(layer_id)
-    with reporting(layer, _C.OP_GEMM_COMBINE_FP8, buffer, plan):
-        return layer._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens)
-
-
-implement(lib, "dispatch_gemm_fp8", _run_dispatch_gemm_fp8)
-implement(lib, "gemm_combine_fp8", _run_gemm_combine_fp8)
-
-
-@register_fake("dispatch_gemm_fp8")
-def _(x: Tensor, x_scale: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
-      gemm_scale: Tensor, bias: Tensor | None, layer_id: str, buffer: int, num_rows: Any, activation: int,
-      *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    layer: EpAll2AllFusedOp = layer_of(layer_id)
-    num_rows = rows_to_trace(layer, num_rows)
-    row_weight = absent(x_scale) if weight is None else x_scale.new_empty(num_rows)
-    columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
-    out = x_scale.new_empty(num_rows, columns, dtype=layer.dtype)
-    return out, row_weight, plan.new_empty(layer._recv_words)
-
-
-@register_fake("gemm_combine_fp8")
-def _(a: Tensor, a_scale: Tensor, gemm_weight: Tensor, gemm_scale: Tensor, bias: Tensor | None,
-      row_weight: Tensor | None, plan: Tensor, recv: Tensor, layer_id: str, buffer: int, num_tokens: int,
-      after: Tensor | None = None) -> Tensor:
-    return a_scale.new_empty(num_tokens, gemm_weight.shape[1], dtype=layer_of(layer_id).dtype)
+record_gradient(lib, "dispatch_gemm", _save_dispatch_gemm, _dispatch_gemm_backward)
+record_gradient(lib, "gemm_combine", _save_gemm_combine, _gemm_combine_backward)
 
 
 # ---- for layer.py ----
@@ -469,9 +407,11 @@ def plan(layer: EPAll2AllLayer, indices: Tensor, scatter: Tensor | None, buffer:
 
 
 def dispatch(layer: EPAll2AllLayer, x: Tensor, weight: Tensor | None, plan: Tensor, buffer: int,
-             num_rows: int, with_grad: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    rows, row_weight, recv = torch.ops.epmoe.dispatch(x, weight, plan, layer.id, buffer, num_rows, with_grad)
-    return rows, None if weight is None else row_weight, recv
+             num_rows: int, with_grad: bool = False,
+             x_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    rows, row_weight, recv, row_scale = torch.ops.epmoe.dispatch(x, x_scale, weight, plan, layer.id, buffer,
+                                                                 num_rows, with_grad)
+    return rows, None if weight is None else row_weight, recv, None if x_scale is None else row_scale
 
 
 def combine(layer: EPAll2AllLayer, rows: Tensor, row_weight: Tensor | None, plan: Tensor,

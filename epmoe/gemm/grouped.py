@@ -9,18 +9,21 @@ from torch import Tensor
 
 from .. import _C
 from ..comm.device import capabilities
-from ..torch_modes import call, check_mode, implement, mark_written, requires_grad
+from ..torch_modes import call, check_mode, implement, mark_written, record_gradient, requires_grad
 from .activations import Activation, GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
 from .weight_gradients import gradient_of, deferred_wgrad_of
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
-_lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, "
-            "int activation, bool portable, float alpha=0, float limit=0) -> Tensor")
+_lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, "
+            "Tensor? a_scale, Tensor? b_scale, int kind, int activation, bool portable, ScalarType? dtype, "
+            "float alpha=0, float limit=0) -> Tensor")
 _lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, float scale, bool "
             "portable) -> ()")
 
 Kernel: TypeAlias = tuple[int, float, float]  # the number, alpha and limit of an activation
 _T = TypeVar("_T", Tensor, Tensor | None)
+NO_GRADIENT = ("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use bfloat16 for "
+               "training")
 
 FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each multiplies
 _NUMBERS = {name: number for number, (name, _, _) in enumerate(_C.ACTIVATIONS)}
@@ -33,6 +36,9 @@ KERNELS = {name: (number, *(gpt_oss_numbers(name) or (0.0, 0.0)))
 # The numbers of activations that halve the columns.
 GATED = tuple(number for number, (_, is_gated, _) in enumerate(_C.ACTIVATIONS) if is_gated)
 FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
+# The dtypes that epmoe multiplies.
+_CPU_DTYPES = (torch.bfloat16, torch.float16)
+_CUDA_DTYPES = (*_CPU_DTYPES, torch.float8_e4m3fn)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -88,17 +94,34 @@ def rows_of_experts(offsets: Tensor, num_rows: int) -> list[tuple[int, int, int]
     return [(e, begin, end) for e, (begin, end) in enumerate(zip(ends, ends[1:]))]
 
 
+def _in_blocks(rows: Tensor, weight: Tensor, a_scale: Tensor, b_scale: Tensor,
+               bias: Tensor | None) -> Tensor:
+    """Return rows [M, K] times weight [N, K] plus bias, all of float32, for numbers of FP8 with scales.
+
+    As in the kernels, each 128 products are added up first; their sum is multiplied by the product of the two
+    scales and added to the result.
+    """
+    n, k = weight.shape
+    columns = b_scale.repeat_interleave(FP8_BLOCK, 0)[:n]  # [N, K / 128]
+    y = rows.new_zeros((len(rows), n))
+    for g in range(-(-k // FP8_BLOCK)):
+        part = slice(g * FP8_BLOCK, (g + 1) * FP8_BLOCK)
+        y += rows[:, part] @ weight[:, part].t() * (a_scale[:, g, None] * columns[:, g])
+    return y if bias is None else y + bias
+
+
 def _by_expert(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-               kind: int, activation: int, alpha: float, limit: float) -> Tensor:
+               a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, alpha: float,
+               limit: float, dtype: torch.dtype | None) -> Tensor:
     """Compute a grouped GEMM by torch, one product per expert, for any device and dtype.
 
     The host reads the offsets.  As in the kernels, 16-bit results are rounded once, at the end.
     """
     def wide(t: Tensor) -> Tensor:
-        return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+        return t.float() if t.dtype.itemsize <= 2 else t
 
     named = activation_of(activation, alpha, limit)
-    out = a.new_zeros(_out_shape(a, b, offsets, kind, activation))
+    out = a.new_zeros(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
     with torch.autocast(a.device.type, enabled=False):  # the caller has chosen the precision already
         for e, begin, end in rows_of_experts(offsets, a.shape[0]):
             rows = wide(a[begin:end])
@@ -107,23 +130,27 @@ def _by_expert(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_w
             elif kind == DGRAD:
                 out[begin:end] = rows @ wide(b[e])
             else:
-                y = F.linear(rows, wide(b[e]), None if bias is None else wide(bias[e]))
+                added = None if bias is None else wide(bias[e])
+                if a_scale is None or b_scale is None:
+                    y = F.linear(rows, wide(b[e]), added)
+                else:
+                    y = _in_blocks(rows, wide(b[e]), a_scale[begin:end], b_scale[e], added)
                 y = y if named is None else activate(y, named)
                 out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
     return out
 
 
-def has_kernel(a: Tensor, b: Tensor,
-               dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)) -> bool:
-    """Return whether epmoe multiplies rows a and weights b, which have one of these dtypes.
+def has_kernel(a: Tensor, b: Tensor) -> bool:
+    """Return whether epmoe multiplies rows a and weights b.
 
-    On the CPU it multiplies bfloat16 and float16 of any sizes, on a GPU only sizes that the kernels take.
+    On the CPU it multiplies bfloat16 and float16 of any sizes, on a GPU also FP8, and only sizes that the
+    kernels take.
     """
     sizes = a.shape[1], *b.shape[1:]
     if a.device.type == "cpu":
-        return a.dtype in (torch.bfloat16, torch.float16) and 0 < min(sizes) and max(sizes) <= 1 << 24
+        return a.dtype in _CPU_DTYPES and 0 < min(sizes) and max(sizes) <= 1 << 24
     fits = 0 < min(sizes) and max(sizes) <= 1 << 24 and math.gcd(*sizes) % 16 == 0
-    return (bool(_C.HAS_CUDA) and a.device.type == "cuda" and a.dtype in dtypes and fits
+    return (bool(_C.HAS_CUDA) and a.device.type == "cuda" and a.dtype in _CUDA_DTYPES and fits
             and capabilities(a.device).major >= 8)
 
 
@@ -139,17 +166,21 @@ def tile_counter(a: Tensor) -> Tensor | None:
 
 
 def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-                  kind: int, activation: int, portable: bool, alpha: float = 0.0,
-                  limit: float = 0.0) -> Tensor:
+                  a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
+                  dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     if not has_kernel(a, b):
-        return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
+        return _by_expert(a, b, offsets, bias, row_weight, a_scale, b_scale, kind, activation, alpha, limit,
+                          dtype)
     if a.device.type == "cpu":
         rows_of_experts(offsets, a.shape[0])  # raises
     a, b, offsets = map(aligned, (a, b, offsets))
     bias, row_weight = aligned(bias), aligned(row_weight)
-    out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
+    out = a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
     counter = tile_counter(a)
-    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable)
+    if a_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable,
+                    a_scale, b_scale)
     return out
 
 
@@ -157,13 +188,16 @@ implement(_lib, "grouped_gemm", _grouped_gemm)
 
 
 @torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)
-def _(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None, kind: int,
-      activation: int, portable: bool, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    return a.new_empty(_out_shape(a, b, offsets, kind, activation))
+def _(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+      a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
+      dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    return a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, offsets, _, _, ctx.kind, _, ctx.portable, _, _ = inputs
+    a, b, offsets, _, _, a_scale, _, ctx.kind, _, ctx.portable, *_ = inputs
+    if a_scale is not None:
+        raise RuntimeError(NO_GRADIENT)
     ctx.deferred_wgrad = deferred_wgrad_of(b)
     ctx.save_for_backward(a, b, offsets)
 
@@ -180,14 +214,15 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     def product(kind: int, left: Tensor, right: Tensor) -> Tensor | None:
         if kind == WGRAD:
             return gradient_of(ctx.deferred_wgrad, left, right, offsets, ctx.portable)
-        return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, kind, 0, ctx.portable)
+        return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, None, None, kind, 0,
+                                            ctx.portable, None)
 
     grads = [product(*factors) if needed else None
              for factors, needed in zip(of_inputs, ctx.needs_input_grad)]
-    return *grads, *[None] * 8
+    return *grads, *[None] * 11
 
 
-torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=_save, lib=_lib)
+record_gradient(_lib, "grouped_gemm", _save, _backward)
 
 
 def _bytes_of(t: Tensor) -> tuple[int, int]:
@@ -230,7 +265,7 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale
     sums = out if fits else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     counter = tile_counter(a)
     mark_written((sums,))
-    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable)
+    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable, None, None)
     if not fits:
         out.add_(sums)
 
@@ -317,8 +352,7 @@ def _check_scales(x: Tensor, weight: Tensor, a_scale: Tensor | None, b_scale: Te
     if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         raise TypeError(f"out_dtype {out_dtype}: must be torch.bfloat16, float16 or float8_e4m3fn")
     if requires_grad(*leaves):
-        raise RuntimeError("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use "
-                           "bfloat16 for training")
+        raise RuntimeError(NO_GRADIENT)
     return True
 
 
@@ -454,17 +488,17 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         quantises = out_dtype == torch.float8_e4m3fn
         dtype = torch.bfloat16 if quantises or out_dtype is None else out_dtype
         scales = expand_scales(x, weight, cast(Tensor, a_scale), cast(Tensor, b_scale))
-        of_fp8 = (x, weight.contiguous(), *scales, offsets, _cast(bias, dtype),
-                  _cast(row_weight, torch.float32))
-        y = call("grouped_gemm_fp8", of_fp8, number, portable, alpha, limit, dtype)
+        of_fp8 = (x, weight.contiguous(), offsets, _cast(bias, dtype), _cast(row_weight, torch.float32),
+                  *scales)
+        y = call("grouped_gemm", of_fp8, FORWARD, number, portable, dtype, alpha, limit)
         return call("quantize_fp8", (y, offsets[-1:]), *as_kernel(None)) if quantises else y
     kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
     weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
     if kind == FORWARD and not requires_grad(*leaves):
-        tensors = x, weight, offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32)
-        return call("grouped_gemm", tensors, FORWARD, number, portable, alpha, limit)
+        tensors = x, weight, offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32), None, None
+        return call("grouped_gemm", tensors, FORWARD, number, portable, None, alpha, limit)
     # Torch's own operators follow the product: they have a backward, and only FORWARD has an epilogue.
-    y = call("grouped_gemm", (x, weight, offsets, None, None), kind, 0, portable)
+    y = call("grouped_gemm", (x, weight, offsets, None, None, None, None), kind, 0, portable, None)
     if bias is not None:
         y = add_bias(y, bias, offsets)
     y = y if activation is None else activate(y, activation)

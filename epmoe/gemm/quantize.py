@@ -1,7 +1,4 @@
-"""FP8: rows and weights of float8_e4m3fn with a scale for each block, and their grouped GEMM.
-
-The operator is used by grouped_gemm of gemm.py, which checks the arguments.
-"""
+"""FP8: rows and weights of float8_e4m3fn with a scale for each block."""
 
 import math
 
@@ -13,17 +10,13 @@ from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement
 from .activations import Activation, activate
-from .grouped import (FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel, has_kernel,
-                      rows_of_experts, tile_counter)
+from .grouped import FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
-_lib.define("grouped_gemm_fp8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, "
-            "Tensor? bias, Tensor? row_weight, int activation, bool portable, float alpha, float limit, "
-            "ScalarType dtype) -> Tensor")
-_lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alpha, float limit) -> (Tensor, "
-            "Tensor)")
+_lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alpha, float limit, bool "
+            "pow2=False) -> (Tensor, Tensor)")
 
 
 def _check_input(x: Tensor, num_dims: int, shape: str) -> None:
@@ -40,10 +33,12 @@ def _check_input(x: Tensor, num_dims: int, shape: str) -> None:
                            "tensor")
 
 
-def _scale_of(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _scale_of(blocks: Tensor, dims: tuple[int, ...], pow2: bool = False) -> tuple[Tensor, Tensor]:
     """Return the scale of each block, and 1 / scale.  dims: the dimensions of a block; they become 1."""
     most = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims, keepdim=True).clamp(min=2.0**-100)
     scales = most / torch.full_like(most, 448)  # to divide by a number, torch multiplies by 1 / 448 on a GPU
+    if pow2:  # the next one, by the bits; infinity stays infinity
+        scales = ((scales.view(torch.int32) + 0x7fffff) & 0x7f800000).view(torch.float32)
     return scales, 1 / scales
 
 
@@ -54,23 +49,24 @@ def _empty_rows(x: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     return q, x.new_empty((-(-k // BLOCK), num_rows), dtype=torch.float32).t()
 
 
-def _quantize_by_torch(x: Tensor, activation: int, alpha: float, limit: float) -> tuple[Tensor, Tensor]:
+def _quantize_by_torch(x: Tensor, activation: int, alpha: float, limit: float,
+                       pow2: bool) -> tuple[Tensor, Tensor]:
     named = activation_of(activation, alpha, limit)
     x = x.float() if named is None else activate(x.float(), named)
     groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    scales, inverse = _scale_of(groups, (2,))
+    scales, inverse = _scale_of(groups, (2,), pow2)
     return (groups * inverse).to(torch.float8_e4m3fn).flatten(1)[:, :x.shape[1]], scales[:, :, 0]
 
 
-def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float,
-                  limit: float) -> tuple[Tensor, Tensor]:
+def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float,
+                  pow2: bool = False) -> tuple[Tensor, Tensor]:
     q, scales = _empty_rows(x, activation)
     if x.device.type == "cpu" or (x.device.type == "cuda" and _C.HAS_CUDA
                                   and capabilities(x.device).major >= 8):
-        _C.quantize_fp8(activation, alpha, limit, aligned(x), num_rows, q.view(torch.uint8), scales.t())
+        _C.quantize_fp8(activation, alpha, limit, aligned(x), num_rows, q.view(torch.uint8), scales.t(), pow2)
     else:
         num = len(x) if num_rows is None else min(max(num_rows.item(), 0), len(x))
-        q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, alpha, limit)
+        q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, alpha, limit, pow2)
     return q, scales
 
 
@@ -78,8 +74,8 @@ implement(_lib, "quantize_fp8", _quantize_fp8)
 
 
 @torch.library.register_fake("epmoe::quantize_fp8", lib=_lib)
-def _(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float) -> tuple[Tensor,
-      Tensor]:
+def _(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float,
+      pow2: bool = False) -> tuple[Tensor, Tensor]:
     return _empty_rows(x, activation)
 
 
@@ -93,8 +89,8 @@ def _check_num_rows(num_rows: Tensor, x: Tensor) -> None:
                          f"{list(num_rows.shape)} on {num_rows.device}")
 
 
-def quantize_fp8(x: Tensor, activation: Activation | None = None,
-                 num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tensor | None = None, *,
+                 pow2: bool = False) -> tuple[Tensor, Tensor]:
     """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers of a row.
 
     One kernel reads the rows once.  With an activation it quantises the activations of the rows, which are
@@ -113,6 +109,8 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None,
             "relu2", "gelu", "gelu_tanh", "silu" (no gates).
         num_rows: None, or one int32 on x's device, for example expert_offsets[-1:] of a layer with a
             capacity: rows from this number on are neither read nor written, and the host reads nothing.
+        pow2: Round each scale up to a power of two.  Numbers can then get another scale that is a power of
+            two without an error, as long as they stay normal.
 
     Returns:
         A tuple (q, scales): [M, K] float8_e4m3fn and [M, ceil(K / 128)] float32, in memory column after
@@ -150,7 +148,7 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None,
         _check_num_rows(num_rows, x)
         num_rows = num_rows.reshape(1)
     check_mode(x, may_batch=True)
-    return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel)
+    return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel, pow2)
 
 
 def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,55 +190,3 @@ def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         q[e] = (blocks * inverse).to(q.dtype).flatten(2, 3).flatten(0, 1)[:n, :k]
         scales[e] = scale[:, 0, :, 0]
     return q, scales
-
-
-def _by_expert(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], offsets: Tensor, bias: Tensor | None,
-               row_weight: Tensor | None, named: Activation | None, out: Tensor) -> Tensor:
-    """Compute the grouped GEMM by torch, for any device.  The host reads the offsets.
-
-    As in the kernels, each 128 products are added up first, in float32; their sum is multiplied by the
-    product of the two scales and added to the result; and the result is rounded once, at the end.
-    """
-    a_scale, b_scale = scales
-    n, k = b.shape[1:]
-    with torch.autocast(a.device.type, enabled=False):
-        for e, begin, end in rows_of_experts(offsets, len(a)):
-            rows, weight = a[begin:end].float(), b[e].float()
-            columns = b_scale[e].repeat_interleave(BLOCK, 0)[:n]  # [N, K / 128]
-            y = rows.new_zeros((end - begin, n))
-            for g in range(-(-k // BLOCK)):
-                part = slice(g * BLOCK, (g + 1) * BLOCK)
-                y += rows[:, part] @ weight[:, part].t() * (a_scale[begin:end, g, None] * columns[:, g])
-            y = y if bias is None else y + bias[e].float()
-            y = y if named is None else activate(y, named)
-            out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
-    return out
-
-
-def _out_shape(a: Tensor, b: Tensor, activation: int) -> tuple[int, int]:
-    return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
-
-
-def _grouped_gemm_fp8(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor,
-                      bias: Tensor | None, row_weight: Tensor | None, activation: int, portable: bool,
-                      alpha: float, limit: float, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)
-    if not has_kernel(a, b, (torch.float8_e4m3fn,)):
-        named = activation_of(activation, alpha, limit)
-        return _by_expert(a, b, (a_scale, b_scale), offsets, bias, row_weight, named, out.zero_())
-    a, b, offsets = map(aligned, (a, b, offsets))
-    bias, row_weight = aligned(bias), aligned(row_weight)
-    # DLPack of some versions of torch has no FP8, so the kernel gets bytes
-    _C.grouped_gemm_fp8(activation, alpha, limit, a.view(torch.uint8), b.view(torch.uint8),
-                        (a_scale, b_scale), offsets, bias, row_weight, tile_counter(a), out, portable)
-    return out
-
-
-implement(_lib, "grouped_gemm_fp8", _grouped_gemm_fp8)
-
-
-@torch.library.register_fake("epmoe::grouped_gemm_fp8", lib=_lib)
-def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, bias: Tensor | None,
-      row_weight: Tensor | None, activation: int, portable: bool, alpha: float, limit: float,
-      dtype: torch.dtype) -> Tensor:
-    return torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)

@@ -37,20 +37,37 @@ def deferred_wgrad_of(weight: Tensor) -> DeferredWgrad | None:
 def gradient_of(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offsets: Tensor,
                 portable: bool = False) -> Tensor | None:
     """Return the gradient [L, N, K] of weights, of a [M, N] and b [M, K], or what deferred returns."""
-    if deferred is None:
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, portable)
-    return deferred.take(Factors(deferred, a, b, offsets, portable))
+    return gradient_of_factors(deferred, Factors(a, b, offsets, portable=portable))
+
+
+def gradient_of_factors(deferred: DeferredWgrad | None, factors: Factors) -> Tensor | None:
+    """Return the gradient [L, N, K] of weights, or what deferred returns."""
+    return factors.product() if deferred is None else deferred.take(factors)
 
 
 class Factors:
-    """The factors of a gradient, and what must be known to multiply them later."""
+    """The factors of a gradient, and what must be known to multiply them later.
 
-    def __init__(self, deferred: DeferredWgrad, a: Tensor, b: Tensor, offsets: Tensor,
-                 portable: bool) -> None:
-        self.deferred_wgrad, self.tensors, self.portable = deferred, (a, b, offsets), portable
+    tensors: a [M, N], b [M, K], and the offsets of the experts' rows.
+    """
+
+    deferred_wgrad: DeferredWgrad
+
+    def __init__(self, *tensors: Tensor, portable: bool = False) -> None:
+        self.tensors, self.portable = tensors, portable
         self.versions = self._versions()
         self.stream: torch.cuda.Stream | None = None
         self.ready: torch.cuda.Event | None = None
+
+    def product(self) -> Tensor:
+        """Return the gradient [L, N, K]."""
+        a, b, offsets = self.tensors
+        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, WGRAD, 0, self.portable,
+                                            None)
+
+    def add_to(self, out: Tensor, scale: float) -> None:
+        """Add the gradient, times scale, to out [L, N, K] of float32 or of the dtype of the factors."""
+        torch.ops.epmoe.grouped_wgrad_add(*self.tensors, out, scale, self.portable)
 
     def _versions(self) -> list[int]:
         """Return how often each tensor was modified in place.  torch has no public name to ask."""
@@ -81,10 +98,9 @@ class Factors:
         p, scale = self.deferred_wgrad.parameter, self.deferred_wgrad.scale
         if self.deferred_wgrad.owner.fuses:
             out = main_grad_of(p).view(self.deferred_wgrad.shape)
-            torch.ops.epmoe.grouped_wgrad_add(*self.tensors, out, scale, self.portable)
+            self.add_to(out, scale)
             return _stand_in(p, self.deferred_wgrad.shape)
-        a, b, offsets = self.tensors
-        grad = torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, self.portable)
+        grad = self.product()
         return grad if scale == 1 else grad * scale
 
 
@@ -141,6 +157,7 @@ class DeferredWgrad:
 
     def take(self, factors: Factors) -> Tensor | None:
         """Return what the backward of a product returns for its weights."""
+        factors.deferred_wgrad = self
         check_mode(*factors.tensors)
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: with delay_wgrad_compute or fuse_wgrad_accumulation, "

@@ -97,7 +97,8 @@ class EpmoeGroupedMLP(_megatron.GroupedMLP):
         offsets = F.pad(tokens_per_expert.cumsum(0), (1, 0)).to(rows.device, torch.int32, non_blocking=True)
 
         def product(a, weight):
-            return torch.ops.epmoe.grouped_gemm(a.contiguous(), weight, offsets, None, None, DGRAD, 0, False)
+            return torch.ops.epmoe.grouped_gemm(a.contiguous(), weight, offsets, None, None, None, None,
+                                                DGRAD, 0, False, None)
 
         h = product(rows, self._weight(self.weight1, self.config.hidden_size, -1))
         act, discard = self._act(h, probs)

@@ -38,7 +38,8 @@ from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import Activation
 from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
 from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
-from ..torch_modes import check_mode, implement, is_plain, is_transformed, is_watched, requires_grad
+from ..torch_modes import check_mode, implement, is_plain, is_transformed, is_watched, record_gradient
+from ..torch_modes import requires_grad
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
@@ -219,7 +220,7 @@ def _down(layer: EPAll2AllLayer, dy: Tensor, plan: Tensor, down: Tensor, down_bi
                                              *kernel))
     if down_bias is not None:
         bias = F.pad(bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
-        dots += row_dots(g, bias[_expert_of_row(expert_offsets(layer, plan), n)])
+        dots += row_dots(g, bias[expert_of_row(expert_offsets(layer, plan), n)])
     return g, d_h, weighted, dots
 
 
@@ -250,7 +251,7 @@ def bias_of(layer: EPAll2AllLayer | LowLatencyAll2All, bias: _T) -> _T:
     return None if bias is None else bias.to(layer.dtype).contiguous()
 
 
-def _expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
+def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
     """Return [M]: the expert of each row, and L for a row of no expert."""
     row = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
     return (torch.searchsorted(offsets, row, right=True) - 1) % len(offsets)
@@ -374,7 +375,8 @@ def _run_sum_of_rows(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> T
     """Return the sum [L, N] of each expert's rows of g, times their weights: WGRAD with one other column."""
     column = g.new_ones(g.shape[0]) if row_weight is None else row_weight.to(g.dtype)
     columns = F.pad(column[:, None], (0, 15))
-    return torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, WGRAD, 0, False)[..., 0].contiguous()
+    return torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, None, None, WGRAD, 0, False,
+                                        None)[..., 0].contiguous()
 
 
 for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_backward_down),
@@ -432,4 +434,4 @@ def _backward_of_operator(ctx: Any, dy: Tensor, *_: Any) -> _Gradients:
     return x, weight, None, *of_parameters, *[None] * 7
 
 
-torch.library.register_autograd("epmoe::experts", _backward_of_operator, setup_context=_save, lib=lib)
+record_gradient(lib, "experts", _save, _backward_of_operator)

@@ -96,11 +96,12 @@ def _leaves(moe: EPMoE) -> list[Tensor]:
 
 
 def check_sharded(moe: EPMoE, name: str, value: DTensor) -> None:
-    """Raise ValueError if FSDP shards a parameter over ranks that hold different experts.
+    """Note that FSDP shards a module, or raise ValueError if it does so over ranks with different experts.
 
     value: What FSDP has set in the place of the parameter.
     """
     world = moe.layer.world
+    moe._is_sharded = True
     if moe._has_other_gradients:
         raise ValueError(f"{name} would be sharded by FSDP, which reduces gradients in the backward: leave "
                          f"delay_wgrad_compute and fuse_wgrad_accumulation out")

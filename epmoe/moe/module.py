@@ -25,8 +25,8 @@ from ..gemm.grouped import grouped_gemm, is_transposed
 from ..gemm.quantize import quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
-from . import checkpoint, chunks, decode as decoding, experts as experts_ops, fp8, guards, numerics
-from . import placement, shards
+from . import checkpoint, chunks, decode as decoding, experts as experts_ops, fp8, fp8_training, guards
+from . import numerics, placement, shards
 from .experts import Weights
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
@@ -162,6 +162,8 @@ class EPMoEOptions(TypedDict, total=False):
     layer: EPAll2AllLayer | None
     num_physical: int | None
     weight_dtype: torch.dtype | None
+    compute_dtype: torch.dtype | None
+    wgrad_dtype: torch.dtype | None
     delay_wgrad_compute: bool
     fuse_wgrad_accumulation: bool
     num_chunks: int | None
@@ -218,6 +220,9 @@ class EPMoE(nn.Module):
     Weights of 16 or 32 bits are quantised as they are loaded.  Tokens are quantised, too.  There are no
     gradients.  See docs/fp8.md.
 
+    Training in FP8: with compute_dtype=torch.float8_e4m3fn the parameters stay in 16 bits, and the products
+    of forward and backward are in FP8; see docs/fp8.md#training.
+
     Parameters start uniform in +-1/sqrt(fan-in), as nn.Linear's, each expert with other numbers.  With the
     same seed on all ranks they are those of one process.  They are on the layer's device from the start, also
     inside of torch.device("meta").  copy.deepcopy copies them and shares the communication layer.
@@ -243,6 +248,9 @@ class EPMoE(nn.Module):
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
         num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for replicas.
         weight_dtype: torch.float8_e4m3fn, or None: dtype.
+        compute_dtype: torch.float8_e4m3fn, or None: dtype.  The dtype of the operands of all products.
+        wgrad_dtype: With compute_dtype, that of the products that are the gradients of the weights: dtype, or
+            None: compute_dtype.
         delay_wgrad_compute: True: the backward leaves the gradients of the weights to backward_dw.
         fuse_wgrad_accumulation: True: add the gradient of a weight p to p.main_grad, which the caller sets, a
             tensor of p's shape and of float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.
@@ -267,6 +275,7 @@ class EPMoE(nn.Module):
         gate_up_proj_scale_inv: A parameter, only in FP8, and so is down_proj_scale_inv.
         weight_dtype: The dtype of the weights.
         is_fp8: Whether it is that of FP8.
+        computes_fp8: Whether compute_dtype is that of FP8.
         layer: The communication layer.
         rank_invariant: As passed.
         num_experts: E.
@@ -306,6 +315,8 @@ class EPMoE(nn.Module):
     activation: Activation
     weight_dtype: torch.dtype
     is_fp8: bool
+    computes_fp8: bool
+    wgrad_dtype: torch.dtype | None
     num_experts: int
     num_chunks: int | None
     rank_invariant: bool
@@ -315,6 +326,7 @@ class EPMoE(nn.Module):
     last_layout: Layout | None
     _adopted: tuple[nn.Module, ...] = ()  # modules whose tensors belong to the experts, too
     _weight_gradients: WeightGradients | None  # where the gradients of the weights go, if not to .grad
+    _is_sharded = False  # by FSDP2
     _checked_ddp: int  # id of the DistributedDataParallel that was checked
     _holds: list[int]  # the logical experts of all physical ones, or -1
     _held: list[int]  # those of this rank
@@ -327,7 +339,8 @@ class EPMoE(nn.Module):
                  activation: Activation = "swiglu", *, max_tokens: int = 4096,
                  dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
                  bias: bool = False, layer: EPAll2AllLayer | None = None, num_physical: int | None = None,
-                 weight_dtype: torch.dtype | None = None, delay_wgrad_compute: bool = False,
+                 weight_dtype: torch.dtype | None = None, compute_dtype: torch.dtype | None = None,
+                 wgrad_dtype: torch.dtype | None = None, delay_wgrad_compute: bool = False,
                  fuse_wgrad_accumulation: bool = False, num_chunks: int | None = None,
                  rank_invariant: bool = False, capacity: int | None = None, rank: int | None = None,
                  world_size: int | None = None,
@@ -367,6 +380,8 @@ class EPMoE(nn.Module):
             num_experts = integer("num_experts", num_experts)
             num_physical = check_num_physical(num_experts, world.size, num_physical)
             weight_dtype = fp8.check_weight_dtype(weight_dtype, dtype, hidden, inner, activation)
+            self.computes_fp8 = fp8_training.check_compute_dtype(compute_dtype, dtype, weight_dtype, hidden,
+                                                                 inner, token_saving, wgrad_dtype)
             if weight_dtype == fp8.E4M3 and self._has_other_gradients:
                 raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation: weights in FP8 have no "
                                  "gradients: leave these options out")
@@ -383,6 +398,8 @@ class EPMoE(nn.Module):
         self.activation = activation
         self.weight_dtype = weight_dtype
         self.is_fp8 = weight_dtype == fp8.E4M3
+        self.wgrad_dtype = wgrad_dtype or (fp8.E4M3 if self.computes_fp8 else None)
+        self._quantized = {name: fp8_training.QuantizedWeight() for name in _WEIGHTS}
         self.num_experts = num_experts
         if layer is not None:
             check_shared(layer, hidden, topk, num_physical, dtype)
@@ -395,7 +412,8 @@ class EPMoE(nn.Module):
                 with together(layer.world):
                     self._make(layer, halves * inner, inner, bias)
                 agree(layer.world, f"inner {inner}, activation {activation!r}, bias {bias}, num_experts "
-                                   f"{num_experts}, weight_dtype {weight_dtype}, num_chunks {num_chunks}")
+                                   f"{num_experts}, weight_dtype {weight_dtype}, compute_dtype "
+                                   f"{compute_dtype}, num_chunks {num_chunks}")
             except Exception:
                 with contextlib.suppress(Exception):  # all ranks fail here, so all close the layer
                     layer.finalize()
@@ -552,6 +570,9 @@ class EPMoE(nn.Module):
             torch.Size([2, 16])
             >>> moe.finalize()
         """
+        if self.computes_fp8:
+            raise ValueError("compute_dtype in FP8 has no low-latency path: decode with a module of "
+                             "weight_dtype=torch.float8_e4m3fn")
         if self.layer.low_latency is not None:
             raise ValueError("this module, or one that shares its layer, has a decode path already")
         self.layer.low_latency = decoding.create(self.layer, max_tokens)
@@ -603,10 +624,10 @@ class EPMoE(nn.Module):
             torch.Size([2, 3, 16])
             >>> moe.finalize()
         """
-        if self._weight_gradients is not None and torch.compiler.is_compiling():
+        if (self._weight_gradients is not None or self.computes_fp8) and torch.compiler.is_compiling():
             return self._forward_untraced(x, topk_idx, topk_weights, decode)
         layer = self.layer
-        path = decoding.path_of(layer, decode, self.is_fp8)
+        path = None if self.computes_fp8 else decoding.path_of(layer, decode, self.is_fp8)
         try:
             ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
             if ddp is not None and id(ddp) != self._checked_ddp:
@@ -621,7 +642,7 @@ class EPMoE(nn.Module):
             if self._weight_gradients is not None:
                 self._begin_gradients()
             weights = self._weights()
-            at_once = experts_ops.takes(path or layer, tokens, topk_weights, weights, watched)
+            at_once = self._runs_at_once(path or layer, tokens, topk_weights, weights, watched)
             if not at_once or watched or self.expert_map is not None:  # else the module of C checks them
                 check_rows(layer, layer.max_tokens // layer._copies if path is None else path.max_tokens,
                            tokens, topk_idx, topk_weights)
@@ -632,7 +653,7 @@ class EPMoE(nn.Module):
                 self.last_layout = None
             elif torch.compiler.is_compiling() and tokens.shape[1] != layer.hidden:
                 tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced
-            elif (not at_once or watched) and torch.is_grad_enabled():
+            elif (not at_once or watched) and not self.computes_fp8 and torch.is_grad_enabled():
                 tokens = join_backward(tokens, topk_weights, *self.parameters())
         except Exception as error:
             self._propagate(error, path)
@@ -679,6 +700,11 @@ class EPMoE(nn.Module):
             return self._weight_gradients.weight(p, self.gradient_scale)
         return p if self.gradient_scale == 1 else _ScaledGradient.apply(p, self.gradient_scale)
 
+    def _runs_at_once(self, layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_weights: Tensor,
+                      weights: Weights, watched: bool) -> bool:
+        """Whether a call is one call of the module, or its operators: see experts.takes."""
+        return not self.computes_fp8 and experts_ops.takes(layer, x, topk_weights, weights, watched)
+
     def _compute(self, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Any,
                  weights: Any = None) -> tuple[Tensor, Any]:
         """Apply the experts of a node, for a layer over several nodes.  Returns (y, layout).
@@ -688,7 +714,7 @@ class EPMoE(nn.Module):
         try:
             weights = self._weights() if weights is None else weights
             watched = is_watched()
-            at_once = experts_ops.takes(layer, x, topk_weights, weights, watched)
+            at_once = self._runs_at_once(layer, x, topk_weights, weights, watched)
         except Exception as error:
             layer._propagate(_C.OP_PLAN, error, 0)
         return self._run(layer, x, topk_idx, topk_weights, weights, at_once, watched)
@@ -707,6 +733,8 @@ class EPMoE(nn.Module):
             if isinstance(layer, LowLatencyAll2All):
                 return decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation), None
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched)
+        if self.computes_fp8:
+            return fp8_training.run(self, cast("EPAll2AllLayer", layer), x, topk_idx, topk_weights, weights)
         gate_up, gate_up_bias, down, down_bias = weights
         if not isinstance(layer, EpAll2AllFusedOp):
             return self._in_stages(layer, x, topk_idx, topk_weights, *weights)
@@ -779,7 +807,28 @@ class EPMoE(nn.Module):
         finally:
             del error
 
-    # ---- training: where the gradients of the weights go ----
+    # ---- training: products in FP8, and where the gradients of the weights go ----
+
+    def requantize(self) -> None:
+        """Let the next forward of a module with compute_dtype in FP8 quantise its weights again.
+
+        It does so by itself after a step of an optimizer of torch, after load_state_dict, and where an
+        operation of torch has changed a weight in place.  A change that torch does not count, through `.data`
+        or NumPy, needs this call.  Not collective.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, device="cpu",
+            ...                   compute_dtype=torch.float8_e4m3fn)
+            >>> moe.down_proj.data.zero_()[0, 0, 0].item()
+            0.0
+            >>> moe.requantize()
+            >>> moe.finalize()
+        """
+        for weight in self._quantized.values():
+            weight.forget()
+
 
     @property
     def _has_other_gradients(self) -> bool:
@@ -918,6 +967,7 @@ class EPMoE(nn.Module):
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, metadata: StateDict, strict: bool,
                               missing: list[str], unexpected: list[str], errors: list[str]) -> None:
+        self.requantize()
         before = len(errors), len(missing), len(unexpected)
         with checkpoint.Staged(self) as staged:
             left, loaded = checkpoint.load_experts(self, state_dict, prefix, missing, errors)
@@ -973,7 +1023,8 @@ class EPMoE(nn.Module):
         module.register_load_state_dict_pre_hook(functools.partial(shards.load_adopted, self))
 
     def _register(self) -> None:
-        if self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients:
+        if (self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients
+                or self.computes_fp8):
             shards.register(self)
         if self.layer.world_size > 1:
             guards.install()

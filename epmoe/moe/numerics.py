@@ -70,7 +70,8 @@ def numerics(moe: EPMoE) -> Numerics:
     of_training = of_batch
     if moe.is_fp8:
         of_training = "experts in FP8 have no gradients"
-    elif not of_batch and not experts_ops.is_one_call(getattr(moe.layer, "team_layer", moe.layer), weights):
+    elif not of_batch and not (moe.computes_fp8 or experts_ops.is_one_call(
+            getattr(moe.layer, "team_layer", moe.layer), weights)):
         of_training = ("a training step with token_saving=False, or with weights that are not contiguous, "
                        "applies the activation to the rounded product")
     reasons = {"batch_invariant": of_batch, "rank_invariant": of_ranks, "trains_as_it_infers": of_training}

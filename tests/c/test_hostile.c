@@ -59,7 +59,7 @@ static void receive_slot(EpDispatchParams *p, int32_t *plan, const int32_t *trai
     memset(ep_slot_at(&peer, 0, 1, 0), 1, peer.layout.row_bytes);
     memcpy(ep_slot_at(&peer, 0, 1, 0) + peer.layout.row_bytes, trailer, 4ull * ep_trailer_weights(1));
     ep_flag_publish(&peer, 0, 0, epoch);
-    ep_cpu_dispatch(p, 0, 1);
+    ep_cpu_dispatch(p, &(EpScales){0}, 0, 1);
 }
 /* A slot of a peer names a token or a return slot that does not exist. The receiver keeps the number 0
  * instead, so combine still returns the row, and writes nothing outside of the buffers. */

@@ -114,6 +114,32 @@ bool test_record_of_each_call(void) {
     return true;
 }
 
+/* Ranks in different dtypes made different calls. A rank that propagates an error may not know the dtype. */
+bool test_record_of_dtypes(void) {
+    static EpRecord r;
+    char page[EP_PAGE_BYTES];
+    for (int has_failed = 0; has_failed < 2; has_failed++) {
+        r = (EpRecord){.num_ranks = 3, .end_ns = 9000000, .end_code = EP_ETIMEOUT, .end_rank = 2};
+        for (int w = 0; w < 3; w++) {
+            r.ranks[w].has_records = true;
+            r.ranks[w].records.num = 1;
+            r.ranks[w].records.at[0] = (EpCallRecord){.step = 1,
+                                                      .end_ns = 1,
+                                                      .what = EP_OP_DISPATCH,
+                                                      .dtype = w == 1 ? EP_IN_LAYER_DTYPE : EP_IN_FP8};
+        }
+        r.ranks[1].records.at[0].code = has_failed ? EP_EINVAL : 0;
+        ep_record_page(&r, page);
+        const char *text = has_failed
+                               ? "culprit: rank 2, for which another rank waited"
+                               : "culprit: rank 1 called dispatch as operation 1, where ranks 0, 2 called "
+                                 "dispatch in FP8\n";
+        if (!strstr(page, text)) fprintf(stderr, "no '%s' in\n%s", text, page);
+        CHECK(NULL, strstr(page, text) == page);
+    }
+    return true;
+}
+
 /* An error about two calls that do not meet names them: with their heap or their layer, if they have one. */
 bool test_names_of_all_gathers(void) {
     static const struct {

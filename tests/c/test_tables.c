@@ -29,11 +29,36 @@ bool test_word_names(void) {
     return true;
 }
 
+/* Operations have names in each dtype, and an unknown number is no operation, or no dtype. */
+bool test_op_names(void) {
+    const struct {
+        uint32_t word;
+        const char *text;
+    } names[] = {
+        {EP_OP_PLAN, "plan"},
+        {EP_OP_LL_COMBINE, "low-latency combine"},
+        {EP_OP_WORD(EP_OP_DISPATCH, EP_IN_FP8), "dispatch in FP8"},
+        {EP_OP_WORD(EP_OP_GEMM_COMBINE, EP_IN_FP8), "gemm + combine in FP8"},
+        {EP_OP_WORD(EP_OP_DISPATCH, EP_NUM_OP_DTYPES), "dispatch"},
+        {EP_OP_NONE, "wait"},
+        {EP_NUM_OPS, "wait"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        CHECK(NULL, !strcmp(ep_op_name(names[i].word).text, names[i].text));
+    const EpShape s = {.num_ranks = 2};
+    EpFaultRecord f = {.code = EP_EMISMATCH, .op = EP_OP_DISPATCH, .peer = 1, .field = 1 + EP_FIELD_op};
+    f.want = EP_OP_DISPATCH;
+    f.got = EP_OP_WORD(EP_OP_DISPATCH, EP_IN_FP8);
+    CHECK_CODE(NULL, EP_EMISMATCH, ep_fault_error(&f, &s, 0));
+    CHECK(NULL, strstr(ep_error_text(), "rank 1 called dispatch in FP8, rank 0 called dispatch."));
+    return true;
+}
+
 /* A product that waits for a row which no rank sends, though none is late: its cause is named. */
 bool test_text_of_missing_rows(void) {
     const EpShape s = {.num_ranks = 2};
     EpFaultRecord f = {.code = EP_ETIMEOUT, .word = EP_WORD_READY, .peer = 1, .want = 128, .got = 127};
-    const uint32_t ops[] = {EP_OP_DISPATCH_GEMM, EP_OP_DISPATCH_GEMM_FP8};
+    const uint32_t ops[] = {EP_OP_DISPATCH_GEMM, EP_OP_WORD(EP_OP_DISPATCH_GEMM, EP_IN_FP8)};
     for (int i = 0; i < 2; i++) {
         f.op = ops[i];
         CHECK_CODE(NULL, EP_ETIMEOUT, ep_fault_error(&f, &s, 1));

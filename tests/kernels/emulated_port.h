@@ -33,7 +33,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define EP_WARPS 4u
-#define EP_MAX_WARPS 6u
+#define EP_MAX_WARPS 8u
 static uint32_t ep_few_chunks = 8; /* few_tokens.cuh */
 #define EP_FEW_CHUNKS ep_few_chunks
 
@@ -118,6 +118,12 @@ static int __syncthreads_and(int v) {
     }
     __syncthreads();
     return all;
+}
+static uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+    const uint64_t bytes = x | (uint64_t)y << 32;
+    uint32_t v = 0;
+    for (uint32_t i = 0; i < 4; i++) v |= (uint32_t)(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return v;
 }
 static uint32_t __popc(uint32_t v) { return (uint32_t)__builtin_popcount(v); }
 static int __ffs(int v) { return __builtin_ffs(v); }

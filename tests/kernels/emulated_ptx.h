@@ -189,6 +189,13 @@ EP_PTX void ep_tma_load_5d(uint32_t dst, const EpTensorMap *map, uint32_t bar, i
     ep_load<BOTH>(dst, map, bar, {x, y, z, u, v}, 5);
 }
 
+EP_PTX void ep_bulk_load(uint32_t dst, const void *src, uint32_t num_bytes, uint32_t bar) {
+    if ((dst | (uint64_t)src | num_bytes) % 16 || num_bytes == 0)
+        ep_die("a bulk copy is empty, or not aligned to 16 bytes");
+    memcpy(ep_at(dst, num_bytes), src, num_bytes);
+    ep_mbar_change(bar, 0, -(int64_t)num_bytes);
+}
+
 /* ---- a warp's shared memory ---- */
 
 static uint32_t ep_warp_address[2][12][32];
@@ -225,6 +232,11 @@ EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
 EP_PTX float ep_ld_shared_f32(uint32_t src) {
     float v;
     memcpy(&v, ep_at(src, 4), 4);
+    return v;
+}
+EP_PTX float2 ep_ld_shared_f32x2(uint32_t src) {
+    float2 v;
+    memcpy(&v, ep_at(src, 8), 8);
     return v;
 }
 /* A small copy is executed when its thread arrives at the mbarrier. Until then its destination is NaN. */
@@ -294,12 +306,15 @@ EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            1ull << 62;
 }
-/* Return element k (of 32) of the contraction dimension in row mn of a K-major tile of e4m3. */
-static float ep_operand_e4m3(uint64_t desc, uint32_t mn, uint32_t k) {
+static float ep_widen_fp8(uint8_t byte, bool e5m2) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, e5m2 ? __NV_E5M2 : __NV_E4M3)));
+}
+/* Return element k (of 32) of the contraction dimension in row mn of a K-major tile of FP8. */
+static float ep_operand_fp8(uint64_t desc, uint32_t mn, uint32_t k, bool e5m2) {
     const uint32_t start = (uint32_t)(desc & 0x3fff) << 4;
     const uint32_t stride = (uint32_t)(desc >> 32 & 0x3fff) << 4;
     const uint8_t byte = *ep_at(ep_swizzle(start + mn / 8 * stride + mn % 8 * 128 + k), 1);
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
+    return ep_widen_fp8(byte, e5m2);
 }
 /* Return element k (of 16) of the contraction dimension in row mn of the tile with this descriptor. */
 static float ep_operand(uint64_t desc, uint32_t mn, uint32_t k, bool trans, bool f16) {
@@ -318,12 +333,13 @@ struct EpProduct {
     uint64_t a, b;
     bool add, f16, trans_a, trans_b, fp8;
     const uint32_t *rows; /* instead of a: the lane's registers */
+    bool e5m2;            /* the rows */
 };
 static thread_local std::deque<std::vector<EpProduct>> ep_groups(1);
 /* Element k of row lane / 4 + 8 * i, which one of four lanes has in its registers. */
-static float ep_row_e4m3(const uint32_t (*of_lane)[4], uint32_t i, uint32_t k) {
+static float ep_row_fp8(const uint32_t (*of_lane)[4], uint32_t i, uint32_t k, bool e5m2) {
     const uint32_t word = of_lane[threadIdx.x % 32 / 4 * 4 + k % 16 / 4][i + k / 16 * 2];
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw((uint8_t)(word >> k % 4 * 8), __NV_E4M3)));
+    return ep_widen_fp8((uint8_t)(word >> k % 4 * 8), e5m2);
 }
 static uint32_t ep_rows[2][12][32][4];
 static void ep_execute(const EpProduct &p) {
@@ -338,14 +354,15 @@ static void ep_execute(const EpProduct &p) {
     }
     for (uint32_t i = 0; i < 2; i++)
         for (uint32_t k = 0; k < num_k; k++)
-            a[i][k] = p.rows  ? ep_row_e4m3(rows, i, k)
-                      : p.fp8 ? ep_operand_e4m3(p.a, row + 8 * i, k)
+            a[i][k] = p.rows  ? ep_row_fp8(rows, i, k, p.e5m2)
+                      : p.fp8 ? ep_operand_fp8(p.a, row + 8 * i, k, p.e5m2)
                               : ep_operand(p.a, row + 8 * i, k, p.trans_a, p.f16);
     for (uint32_t i = 0; i < p.n / 4; i++) {
         const uint32_t col = i / 2 * 8 + lane % 4 * 2 + i % 2;
         float sum[2] = {0, 0};
         for (uint32_t k = 0; k < num_k; k++) {
-            const float b = p.fp8 ? ep_operand_e4m3(p.b, col, k) : ep_operand(p.b, col, k, p.trans_b, p.f16);
+            const float b =
+                p.fp8 ? ep_operand_fp8(p.b, col, k, false) : ep_operand(p.b, col, k, p.trans_b, p.f16);
             sum[0] += a[0][k] * b;
             sum[1] += a[1][k] * b;
         }
@@ -365,13 +382,19 @@ template <int N> EP_PTX void ep_wgmma_wait(void) {
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&)[N]) {}
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
                                                                           uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0, false, NULL});
+    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0, false, NULL, false});
 }
 template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true, NULL});
+    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true, NULL, false});
 }
 EP_PTX void ep_wgmma_e4m3_rows(float (&d)[64], const uint32_t *a, uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, 128, 0, b, add != 0, false, false, false, true, a});
+    ep_groups.back().push_back({d, 128, 0, b, add != 0, false, false, false, true, a, false});
+}
+template <int N> EP_PTX void ep_wgmma_e5m2(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
+    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true, NULL, true});
+}
+EP_PTX void ep_wgmma_e5m2_rows(float (&d)[64], const uint32_t *a, uint64_t b, uint32_t add) {
+    ep_groups.back().push_back({d, 128, 0, b, add != 0, false, false, false, true, a, true});
 }
 
 #endif /* EP_PTX_CUH */

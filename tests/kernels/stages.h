@@ -21,7 +21,8 @@
 
 extern "C" { /* the CPU backend, compiled as C */
 void ep_cpu_plan(const EpPlanParams *p);
-void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers);
+void ep_cpu_dispatch(const EpDispatchParams *p, const EpScales *scales, uint32_t worker,
+                     uint32_t num_workers);
 void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_workers);
 }
 
@@ -260,6 +261,8 @@ struct Problem {
     }
 };
 
+static const EpScales no_scales = {}; /* rows of the layer's dtype */
+
 static void run_cpu(const Problem &q, uint32_t num_rounds) {
     std::vector<std::thread> ranks;
     for (uint32_t r = 0; r < q.c->shape.num_ranks; r++)
@@ -268,7 +271,7 @@ static void run_cpu(const Problem &q, uint32_t num_rounds) {
                 const EpPlanParams plan = q.plan(q.cpu, r, i);
                 ep_cpu_plan(&plan);
                 const EpDispatchParams d = q.dispatch(q.cpu, r, i);
-                ep_cpu_dispatch(&d, 0, 1);
+                ep_cpu_dispatch(&d, &no_scales, 0, 1);
                 const EpCombineParams c = q.combine(q.cpu, r, i);
                 ep_cpu_combine(&c, 0, 1);
             }

@@ -9,7 +9,12 @@
 #include "kernels/stage/dispatch.cu"
 #include "kernels/stage/plan.cu"
 
-extern "C" void ep_cpu_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t worker, uint32_t num_workers);
+/* The parameters of a dispatch in FP8. */
+struct DispatchInFp8 {
+    EpDispatchParams dispatch;
+    EpScales scales;
+};
+static constexpr uint32_t FUSED_OP = EP_OP_WORD(EP_OP_DISPATCH_GEMM, EP_IN_FP8);
 
 enum { NUM_ROUNDS = 2 };
 
@@ -30,18 +35,19 @@ struct Scales {
                 for (uint32_t i = 0; i < NUM_ROUNDS; i++) rows[b][r][i] = (float *)poisoned(4 * num);
         }
     }
-    EpDispatchFp8Params dispatch(uint32_t backend, uint32_t r, uint32_t round) const {
+    DispatchInFp8 dispatch(uint32_t backend, uint32_t r, uint32_t round) const {
         const bool by_group = r % 2;
-        EpDispatchFp8Params p = {};
+        DispatchInFp8 p = {};
         p.dispatch = q.dispatch(backend ? q.gpu : q.cpu, r, round);
         p.dispatch.comm.layout.row_bytes = q.c->shape.hidden;
-        p.scales.x = input[r];
-        p.scales.x_row = by_group ? 1 : num_groups;
-        p.scales.x_group = by_group ? q.rank[r].num_tokens : 1;
-        p.scales.rows = rows[backend][r][round];
-        p.scales.row_step = num_groups;
-        p.scales.group_step = 1;
-        p.scales.num_groups = num_groups;
+        p.scales.dtype = EP_IN_FP8;
+        p.scales.rows.x = input[r];
+        p.scales.rows.x_row = by_group ? 1 : num_groups;
+        p.scales.rows.x_group = by_group ? q.rank[r].num_tokens : 1;
+        p.scales.rows.rows = rows[backend][r][round];
+        p.scales.rows.row_step = num_groups;
+        p.scales.rows.group_step = 1;
+        p.scales.rows.num_groups = num_groups;
         return p;
     }
 };
@@ -50,7 +56,7 @@ struct Scales {
 
 enum { COMM_WARPS = 2 };
 struct FusedParams {
-    EpDispatchFp8Params d;
+    DispatchInFp8 d;
     EpComm comm; /* for ep_launch_resident */
     uint32_t num_move, num_tail;
     unsigned char
@@ -70,27 +76,26 @@ static void read_blocks(const FusedParams &p) {
     EpBackoff w = {0, 0, 0};
     for (uint32_t b = blockIdx.x; b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += gridDim.x) {
         const uint64_t first = b * EP_TILE_ROWS, num = ep_ready_count(b, m, 1);
-        if (!ep_ready_await(c, EP_OP_DISPATCH_GEMM_FP8, b, num, SharedEpoch(), &w)) return;
+        if (!ep_ready_await(c, FUSED_OP, b, num, SharedEpoch(), &w)) return;
         memcpy(p.read + first * c->layout.row_bytes, (unsigned char *)d.rows + first * c->layout.row_bytes,
                num * c->layout.row_bytes);
-        const uint64_t groups = p.d.scales.num_groups;
-        memcpy(p.read_scales + first * groups, p.d.scales.rows + first * groups, 4 * num * groups);
+        const uint64_t groups = p.d.scales.rows.num_groups;
+        memcpy(p.read_scales + first * groups, p.d.scales.rows.rows + first * groups, 4 * num * groups);
     }
 }
 static void fused_run(FusedParams p) {
     const EpDispatchParams &d = p.d.dispatch;
     const uint32_t warp = threadIdx.x / 32;
     const uint64_t epoch = ep_begin(&d.comm);
-    const bool ok = epoch && ep_cta_enter(&d.comm, EP_OP_DISPATCH_GEMM_FP8, d.plan, NULL, d.layout.num_tokens,
-                                          d.num_rows, d.has_weight, 0, epoch);
+    const bool ok = epoch && ep_cta_enter(&d.comm, FUSED_OP, d.plan, NULL, d.layout.num_tokens, d.num_rows,
+                                          d.has_weight, 0, epoch);
     if (threadIdx.x == 0) shared_epoch = epoch;
     __syncthreads();
     if (ok && warp < COMM_WARPS && blockIdx.x < p.num_move) {
         const EpMoveWhat what = p.num_tail == 0           ? EP_MOVE_ALL
                                 : blockIdx.x < p.num_tail ? EP_MOVE_RECEIVES
                                                           : EP_MOVE_SENDS;
-        move_tokens<true>(d, EP_OP_DISPATCH_GEMM_FP8, SharedEpoch(), what, warp * EpFusedFifo::BYTES,
-                          p.d.scales);
+        move_tokens<true>(d, FUSED_OP, SharedEpoch(), what, warp * EpFusedFifo::BYTES, p.d.scales.rows);
     }
     if (ok && threadIdx.x == 32 * COMM_WARPS) read_blocks(p);
     if (ep_cta_leave(&d.comm, SharedEpoch()) == EP_LEFT) return;
@@ -105,8 +110,8 @@ static void run_cpu_fp8(const Problem &q, const Scales &s) {
             for (uint32_t i = 0; i < NUM_ROUNDS; i++) {
                 const EpPlanParams plan = q.plan(q.cpu, r, i);
                 ep_cpu_plan(&plan);
-                const EpDispatchFp8Params d = s.dispatch(0, r, i);
-                ep_cpu_dispatch_fp8(&d, 0, 1);
+                const DispatchInFp8 d = s.dispatch(0, r, i);
+                ep_cpu_dispatch(&d.dispatch, &d.scales, 0, 1);
             }
         });
     for (std::thread &t : ranks) t.join();
@@ -122,9 +127,9 @@ static bool check(const Case *c) {
             return ep_launch_plan(&plan, NULL);
         },
         [&](uint32_t r, uint32_t i) {
-            const EpDispatchFp8Params d = s.dispatch(1, r, i);
+            const DispatchInFp8 d = s.dispatch(1, r, i);
             ep_few_chunks = (r + i) % 2 ? 1000 : 0; /* both ways of moving chunks; see test_stages.cpp */
-            return ep_launch_dispatch_fp8(&d, num_sm, NULL);
+            return ep_launch_dispatch(&d.dispatch, &d.scales, num_sm, NULL);
         },
     };
     bool ok = run_ctas(q, NUM_ROUNDS, kernels);
@@ -168,7 +173,7 @@ static bool check_fused(const Case *c) {
     };
     for (uint32_t r = 0; r < c->shape.num_ranks; r++)
         for (uint32_t i = 0; i < NUM_ROUNDS; i++) {
-            const EpDispatchFp8Params d = s.dispatch(1, r, i);
+            const DispatchInFp8 d = s.dispatch(1, r, i);
             const bool divided = i == 0 && num_sm > 1;
             runs[r][i] = {d,
                           d.dispatch.comm,

@@ -24,7 +24,7 @@ static bool check(const Case *c) {
         [&](uint32_t r, uint32_t i) {
             const EpDispatchParams d = q.dispatch(q.gpu, r, i);
             choose_few(r, i);
-            return ep_launch_dispatch(&d, num_sm, NULL);
+            return ep_launch_dispatch(&d, &no_scales, num_sm, NULL);
         },
         [&](uint32_t r, uint32_t i) {
             const EpCombineParams k = q.combine(q.gpu, r, i);

@@ -203,6 +203,15 @@ EP_PTX void ep_tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t bar, i
     EP_TMA_LOAD("5d", "%4, %5, %6, %7, %8", "r"(x), "r"(y), "r"(z), "r"(u), "r"(v));
 }
 
+/* Copy consecutive bytes to shared memory; the mbarrier counts them. Addresses and size are multiples of 16.
+ */
+EP_PTX void ep_bulk_load(uint32_t dst, const void *src, uint32_t num_bytes, uint32_t bar) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+        "l"(src), "r"(num_bytes), "r"(bar)
+        : "memory");
+}
+
 /* ---- small copies into shared memory ---- */
 
 /* Copy 16 bytes, bypassing L1. Only the thread that has issued the copy and waited for it may read them. */
@@ -272,6 +281,11 @@ EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
 EP_PTX float ep_ld_shared_f32(uint32_t src) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(src) : "memory");
+    return v;
+}
+EP_PTX float2 ep_ld_shared_f32x2(uint32_t src) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(src) : "memory");
     return v;
 }
 EP_PTX void ep_st_shared_u32(uint32_t dst, uint32_t v) {

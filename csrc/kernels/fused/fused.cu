@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/cluster_launch.h"
+#include "kernels/fused/fused_params.h"
 #include "kernels/gemm/gemm_tune.h"
 #include "kernels/launch.h"
 
@@ -9,7 +10,7 @@ extern EpClusterKernel ep_mega_kernels_bf16[], ep_mega_kernels_f16[];
 extern EpClusterKernel ep_mega_save_kernels_bf16[], ep_mega_save_kernels_f16[];
 extern EpClusterKernel ep_mega_kernels_fp8_bf16[], ep_mega_kernels_fp8_f16[];
 
-static bool is_fp8(uint32_t op) { return op == EP_OP_DISPATCH_GEMM_FP8 || op == EP_OP_GEMM_COMBINE_FP8; }
+static bool is_fp8(uint32_t op) { return ep_op_dtype_of(op) == EP_IN_FP8; }
 static EpClusterKernel *table_of(uint32_t op, const EpGemmParams *gemm) {
     if (is_fp8(op)) return gemm->is_f16 ? ep_mega_kernels_fp8_f16 : ep_mega_kernels_fp8_bf16;
     if (gemm->saves) return gemm->is_f16 ? ep_mega_save_kernels_f16 : ep_mega_save_kernels_bf16;
@@ -29,7 +30,7 @@ typedef struct {
     uint32_t tile_cols, num_ctas;
 } MegaLaunch;
 
-/* Choose the kernel and the number of CTAs, and complete the parameters of the GEMM. */
+/* Choose the kernel and the number of CTAs, and complete the parameters of the GEMM. op: EP_OP_WORD. */
 static int prepare(uint32_t op, const EpComm *comm, EpGemmParams *gemm, MegaLaunch *m) {
     EpCapabilities c;
     uint32_t max_ctas;
@@ -67,41 +68,25 @@ static void leave_senders(const MegaLaunch *m, EpDispatchGemmParams *p) {
     if (p->num_tail_blocks >= m->num_ctas) p->num_tail_blocks = m->num_ctas / 2;
 }
 
-extern "C" int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream) {
-    EpDispatchGemmParams q = *p;
+extern "C" int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, const EpScales *scales, void *stream) {
+    EpMegaFp8Params q = {*p, scales->rows, scales->gemm};
     MegaLaunch m;
-    const int e = prepare(EP_OP_DISPATCH_GEMM, &p->dispatch.comm, &q.gemm, &m);
+    const int e = prepare(EP_OP_WORD(EP_OP_DISPATCH_GEMM, scales->dtype), &p->dispatch.comm, &q.gemm, &m);
     if (e) return e;
     leave_senders(&m, &q);
     return launch(&m, &q, &q.gemm, stream);
-}
-extern "C" int ep_launch_dispatch_gemm_fp8(const EpDispatchGemmFp8Params *p, void *stream) {
-    EpDispatchGemmFp8Params q = *p;
-    MegaLaunch m;
-    const int e = prepare(EP_OP_DISPATCH_GEMM_FP8, &p->plain.dispatch.comm, &q.plain.gemm, &m);
-    if (e) return e;
-    leave_senders(&m, &q.plain);
-    return launch(&m, &q, &q.plain.gemm, stream);
 }
 /* Into how many pieces the column tiles divide a row. */
 static uint32_t num_row_pieces(const EpGemmParams *gemm, const MegaLaunch *m) {
     return (ep_gemm_num_cols(gemm) + m->tile_cols - 1) / m->tile_cols;
 }
-extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream) {
-    EpGemmCombineParams q = *p;
+extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, const EpScales *scales, void *stream) {
+    EpCombineFp8Params q = {*p, scales->gemm};
     MegaLaunch m;
-    const int e = prepare(EP_OP_GEMM_COMBINE, &p->combine.comm, &q.gemm, &m);
+    const int e = prepare(EP_OP_WORD(EP_OP_GEMM_COMBINE, scales->dtype), &p->combine.comm, &q.gemm, &m);
     if (e) return e;
     q.combine.row_pieces = num_row_pieces(&q.gemm, &m);
     return launch(&m, &q, &q.gemm, stream);
-}
-extern "C" int ep_launch_gemm_combine_fp8(const EpGemmCombineFp8Params *p, void *stream) {
-    EpGemmCombineFp8Params q = *p;
-    MegaLaunch m;
-    const int e = prepare(EP_OP_GEMM_COMBINE_FP8, &p->plain.combine.comm, &q.plain.gemm, &m);
-    if (e) return e;
-    q.plain.combine.row_pieces = num_row_pieces(&q.plain.gemm, &m);
-    return launch(&m, &q, &q.plain.gemm, stream);
 }
 
 /* Load the megakernels, if this device has them. */

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                                                    const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     static_assert(C::STAGES * C::STAGE_BYTES >=
-                      8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE_FP8>::Fifo::BYTES,
+                      8 * EpCombineConfig<EP_BF16, EP_FP8_GEMM_COMBINE>::Fifo::BYTES,
                   "after_last_tile has room");
     mega_body<C, EpCombineFp8Hooks<C::F16 ? EP_F16 : EP_BF16>>(p, &map_a, &map_b);
 #endif
@@ -155,9 +155,9 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 #define EP_MEGA_SAVE_VARIANTS(X) \
     X(EP_ACT_GELU) X(EP_ACT_SWIGLU) X(EP_ACT_GPT_OSS) X(EP_ACT_ANY_GATE) X(EP_ACT_ANY_UNGATED)
 
-/* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for
- * each communication warp: three, or two where one loads scales. Static shared memory uses at most 1024 bytes
- * more. */
+/* One row of the table (cluster_launch.h). op: EP_OP_WORD. Dynamic shared memory of a CTA: the GEMM's part,
+ * and a part for each communication warp: three, or two where one loads scales. Static shared memory uses at
+ * most 1024 bytes more. */
 template <typename C, typename P>
 static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUtensorMap), uint32_t tile_cols,
                                 uint32_t activation) {
@@ -177,11 +177,11 @@ static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUte
 
 #define EP_MEGA_FP8_ROW(ACT, F16)            \
     mega_row<EpGemmMegaFp8Config<ACT, F16>>( \
-        EP_OP_DISPATCH_GEMM_FP8,             \
+        EP_FP8_DISPATCH_GEMM,                \
         mega_kernel_dispatch_token_moe_grouped_gemm_fp8<EpGemmMegaFp8Config<ACT, F16>>, 256, ACT),
-#define EP_MEGA_COMBINE_FP8_ROW(F16)                                                                         \
-    mega_row<EpGemmCombineFp8Config<F16>>(                                                                   \
-        EP_OP_GEMM_COMBINE_FP8, mega_kernel_moe_grouped_gemm_combine_token_fp8<EpGemmCombineFp8Config<F16>>, \
+#define EP_MEGA_COMBINE_FP8_ROW(F16)                                                                      \
+    mega_row<EpGemmCombineFp8Config<F16>>(                                                                \
+        EP_FP8_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token_fp8<EpGemmCombineFp8Config<F16>>, \
         256, EP_ACT_NONE),
 
 #endif /* EP_FUSED_CUH */

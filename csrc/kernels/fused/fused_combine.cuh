@@ -3,12 +3,13 @@
  * Exports EpCombineHooks and EpCombineFp8Hooks. */
 #ifndef EP_FUSED_COMBINE_CUH
 #define EP_FUSED_COMBINE_CUH
+#include "kernels/fused/fused_params.h"
 #include "kernels/fused/fused_shared.cuh"
 #include "kernels/stage/combine.cuh"
 
-/* SCALAR: the kernel of the backward pass, which returns a number with each row. OP: the operation, in
+/* SCALAR: the kernel of the backward pass, which returns a number with each row. OP: the EP_OP_WORD in
  * headers and in errors. */
-template <int DTYPE, bool SCALAR, EpOpKind OP = EP_OP_GEMM_COMBINE> struct EpCombineHooks {
+template <int DTYPE, bool SCALAR, uint32_t OP = EP_OP_GEMM_COMBINE> struct EpCombineHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     typedef EpGemmCombineParams Params;
@@ -81,18 +82,13 @@ template <int DTYPE, bool SCALAR, EpOpKind OP = EP_OP_GEMM_COMBINE> struct EpCom
     }
 };
 
-/* EpGemmCombineFp8Params, as mega_body wants them: with the members of EpGemmCombineParams. */
-struct EpCombineFp8Params : EpGemmCombineParams {
-    EpGemmScales scales;
-};
-static_assert(sizeof(EpCombineFp8Params) == sizeof(EpGemmCombineFp8Params), "the same members in one order");
 /* The rows of each warp's last tile, which it has not yet counted; MMA warps of FP8 have no registers for
  * them. See rows_of. */
 static __shared__ uint2 ep_shared_rows[EP_GEMM_THREADS / 32];
-/* GEMM + combine in FP8. A tile's second piece
- * is stored when the next tile has begun, so its rows are counted when that one's last stage has begun. */
-template <int DTYPE> struct EpCombineFp8Hooks : EpCombineHooks<DTYPE, false, EP_OP_GEMM_COMBINE_FP8> {
-    typedef EpCombineHooks<DTYPE, false, EP_OP_GEMM_COMBINE_FP8> Base;
+/* GEMM + combine in FP8. A tile's second piece is stored when the next tile has begun, so its rows are
+ * counted when that one's last stage has begun. */
+template <int DTYPE> struct EpCombineFp8Hooks : EpCombineHooks<DTYPE, true, EP_FP8_GEMM_COMBINE> {
+    typedef EpCombineHooks<DTYPE, true, EP_FP8_GEMM_COMBINE> Base;
     static constexpr int PRODUCER_REGS = EP_FUSED_FP8_COMM_REGS, MMA_REGS = EP_FUSED_FP8_MMA_REGS;
     typedef EpCombineFp8Params Params;
     const EpGemmScales *scales;

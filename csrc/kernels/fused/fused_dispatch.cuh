@@ -3,10 +3,11 @@
  * Exports EpDispatchHooks and EpDispatchFp8Hooks. */
 #ifndef EP_FUSED_DISPATCH_CUH
 #define EP_FUSED_DISPATCH_CUH
+#include "kernels/fused/fused_params.h"
 #include "kernels/fused/fused_shared.cuh"
 #include "kernels/stage/dispatch.cuh"
 
-/* SAVES: the kernel of a training step, which also stores the product. OP: the operation, in headers and in
+/* SAVES: the kernel of a training step, which also stores the product. OP: the EP_OP_WORD in headers and in
  * errors. */
 template <bool SAVES, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks {
     static constexpr bool FUSED = true;
@@ -67,14 +68,8 @@ template <bool SAVES, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks 
     __device__ void after_last_tile(uint32_t) {}
 };
 
-/* EpDispatchGemmFp8Params, as mega_body wants them: with the members of EpDispatchGemmParams. */
-struct EpMegaFp8Params : EpDispatchGemmParams {
-    EpRowScales row_scales;
-    EpGemmScales scales;
-};
-static_assert(sizeof(EpMegaFp8Params) == sizeof(EpDispatchGemmFp8Params), "the same members in one order");
 /* Dispatch + GEMM in FP8: the first communication warp loads the GEMM's scales instead. */
-struct EpDispatchFp8Hooks : EpDispatchHooks<false, EP_OP_DISPATCH_GEMM_FP8> {
+struct EpDispatchFp8Hooks : EpDispatchHooks<false, EP_FP8_DISPATCH_GEMM> {
     static constexpr int PRODUCER_REGS = EP_FUSED_FP8_COMM_REGS, MMA_REGS = EP_FUSED_FP8_MMA_REGS;
     typedef EpMegaFp8Params Params;
     const EpGemmScales *scales;

@@ -100,22 +100,23 @@ static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *s
     return ep_launch_clusters(k, &l, stream);
 }
 
-extern "C" int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream) {
+static int launch_fp8(const EpGemmFp8Params *p, const EpCapabilities *c, void *stream) {
     const EpGemmParams *g = &p->gemm;
-    EpCapabilities c;
-    const int e = ep_capabilities(&c);
-    if (e) return e;
     if (g->num_rows == 0 || g->num_experts == 0) return 0;
-    if (c.has_hopper && !g->is_portable && has_whole_blocks(p))
-        return launch_hopper_fp8(p, c.num_sms, stream);
-    return (g->is_f16 ? launch_portable_fp8<true> : launch_portable_fp8<false>)(p, 4 * c.num_sms,
+    if (c->has_hopper && !g->is_portable && has_whole_blocks(p))
+        return launch_hopper_fp8(p, c->num_sms, stream);
+    return (g->is_f16 ? launch_portable_fp8<true> : launch_portable_fp8<false>)(p, 4 * c->num_sms,
                                                                                 (cudaStream_t)stream);
 }
 
-extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
+extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, void *stream) {
     EpCapabilities c;
     const int e = ep_capabilities(&c);
     if (e) return e;
+    if (scales) {
+        const EpGemmFp8Params q = {*p, *scales};
+        return launch_fp8(&q, &c, stream);
+    }
     const bool must_write = p->kind == EP_GEMM_WGRAD && !p->accumulates; /* zeros, without rows */
     if ((p->num_rows == 0 && !must_write) || p->num_experts == 0) return 0;
     /* A tensor map cannot have a dimension of 0. */

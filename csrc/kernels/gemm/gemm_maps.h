@@ -2,7 +2,7 @@
  * boxes. */
 #ifndef EP_GEMM_MAPS_H
 #define EP_GEMM_MAPS_H
-#include "protocol/gemm_params.h"
+#include "protocol/wgrad_fp8.h"
 
 /* The numbers of a tensor. The first two are as EpGemmParams.is_f16. */
 typedef enum { EP_MAP_BF16 = 0, EP_MAP_F16 = 1, EP_MAP_E4M3 = 2 } EpMapType;
@@ -54,6 +54,15 @@ static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
 static inline EpTensorMap ep_map_fp8(EpTensorMap m) {
     m.type = EP_MAP_E4M3;
     m.box[0] = 128;
+    return m;
+}
+
+/* Transposed rows of FP8: `num_lines` lines of P numbers. A box has 128 numbers of each of `lines` lines. */
+static inline EpTensorMap ep_map_transposed(const EpWgradFp8Params *p, const void *base, uint32_t num_lines,
+                                            uint32_t lines) {
+    const uint64_t size =
+        (uint64_t)EP_TRANSPOSED_ROWS * ep_transposed_num_blocks(p->gemm.num_rows, p->gemm.num_experts);
+    EpTensorMap m = {base, 2, EP_MAP_E4M3, {size, num_lines}, {size}, {EP_TRANSPOSED_ROWS, lines}};
     return m;
 }
 

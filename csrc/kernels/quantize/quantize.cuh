@@ -8,8 +8,9 @@
 #define EP_QUANTIZE_CUH
 #include <cuda_fp8.h>
 
-#include "kernels/stage/rows.cuh"
+#include "kernels/quantize/eight.cuh"
 #include "protocol/activation_math.h"
+#include "protocol/quantize.h"
 
 #define EP_QUANTIZE_WARPS 4u /* of a CTA */
 #define EP_QUANTIZE_CTAS 7u  /* of an SM, so a thread has 72 registers */
@@ -17,40 +18,6 @@
 
 EP_PURE uint32_t ep_quantize_num_tasks(const EpQuantizeParams *p, uint32_t num_rows) {
     return ep_ceil_div_u32(num_rows, EP_QUANTIZE_ROWS) * ep_quantize_num_groups(p);
-}
-
-/* 8 consecutive numbers as they are in memory. */
-template <int DTYPE> struct EpEight {
-    enum { VECS = 8 / EpVec<DTYPE>::N };
-    uint4 v[VECS];
-    EP_FN void unpack(const EpEight &e, float *f) {
-#pragma unroll
-        for (int i = 0; i < VECS; i++) EpVec<DTYPE>::unpack(e.v[i], f + EpVec<DTYPE>::N * i);
-    }
-};
-template <int DTYPE> struct EpNumber {
-    typedef uint16_t Bits;
-};
-template <> struct EpNumber<EP_F32> {
-    typedef uint32_t Bits;
-};
-/* Read numbers at, .., at + num - 1 of x; the rest of the 8 are 0. WHOLE: num is 0 or 8, and the address is a
- * multiple of 16 bytes. */
-template <int DTYPE, bool WHOLE> EP_FN EpEight<DTYPE> ep_read_eight(const void *x, uint64_t at, int32_t num) {
-    typedef typename EpNumber<DTYPE>::Bits Bits;
-    const Bits *from = (const Bits *)x + at;
-    EpEight<DTYPE> e = {};
-    if (WHOLE) {
-#pragma unroll
-        for (int i = 0; i < EpEight<DTYPE>::VECS; i++)
-            if (num > 0) e.v[i] = __ldg((const uint4 *)from + i);
-    } else {
-        Bits bits[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++) bits[i] = i < num ? from[i] : Bits(0);
-        memcpy(&e, bits, sizeof e);
-    }
-    return e;
 }
 
 /* What a lane reads for its 8 numbers of a row: them, or for a gate twice as many. */
@@ -136,7 +103,9 @@ ep_quantize_task(const EpQuantizeParams &p, uint32_t row0, uint32_t num_rows, ui
         if (lane % 16 == i) my_most = most;
     }
     /* Lane i of a half divides for row i of the half. */
-    const float scale = __fdiv_rn(my_most, 448.0f), inverse = __frcp_rn(scale);
+    const uint32_t mantissa = p.is_pow2 ? 0x7fffffu : 0; /* bits that are rounded up */
+    const float scale = __uint_as_float((__float_as_uint(__fdiv_rn(my_most, 448.0f)) + mantissa) & ~mantissa);
+    const float inverse = __frcp_rn(scale);
     const uint32_t my_row = row0 + 2 * (lane % 16) + half;
     if (lane % 16 < LOADS && my_row < num_rows) p.scales[(uint64_t)g * p.max_rows + my_row] = scale;
 #pragma unroll

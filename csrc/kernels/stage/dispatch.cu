@@ -67,17 +67,18 @@ template <bool PADDED> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) poison_dispatch(p);
 }
 
-/* Dispatch of rows in FP8. EpDispatchFp8Params, as a launch wants them: with a member comm. */
+/* Dispatch of rows in FP8. */
 struct Fp8Params : EpDispatchParams {
     EpRowScales scales;
 };
+static constexpr uint32_t FP8_OP = EP_OP_WORD(EP_OP_DISPATCH, EP_IN_FP8);
 template <bool PADDED> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     dispatch_fp8_kernel(const __grid_constant__ Fp8Params p) {
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_cta_enter(&p.comm, EP_OP_DISPATCH_FP8, p.plan, NULL, p.layout.num_tokens, p.num_rows,
-                              p.has_weight, 0, epoch)) {
-        if (has_few_tokens(p)) move_few_tokens(p, EP_OP_DISPATCH_FP8, epoch, p.scales);
-        else move_tokens<false>(p, EP_OP_DISPATCH_FP8, epoch, EP_MOVE_ALL, 0, p.scales);
+    if (epoch && ep_cta_enter(&p.comm, FP8_OP, p.plan, NULL, p.layout.num_tokens, p.num_rows, p.has_weight, 0,
+                              epoch)) {
+        if (has_few_tokens(p)) move_few_tokens(p, FP8_OP, epoch, p.scales);
+        else move_tokens<false>(p, FP8_OP, epoch, EP_MOVE_ALL, 0, p.scales);
         clear_rest(p);
         clear_rest(p, p.scales);
         if (PADDED) clear_padding(p, p.scales);
@@ -88,14 +89,17 @@ template <bool PADDED> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     }
 }
 
-extern "C" int ep_launch_dispatch(const EpDispatchParams *p, uint32_t num_blocks, void *stream) {
-    return (int)ep_launch_resident(p->has_padding ? dispatch_kernel<true> : dispatch_kernel<false>,
-                                   num_blocks, EP_WARPS, 0, stream, *p);
-}
-extern "C" int ep_launch_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t num_blocks, void *stream) {
-    const Fp8Params q = {p->dispatch, p->scales};
+static int launch_fp8(const EpDispatchParams *p, const EpRowScales *scales, uint32_t num_blocks,
+                      void *stream) {
+    const Fp8Params q = {*p, *scales};
     return (int)ep_launch_resident(q.has_padding ? dispatch_fp8_kernel<true> : dispatch_fp8_kernel<false>,
                                    num_blocks, EP_WARPS, 0, stream, q);
+}
+extern "C" int ep_launch_dispatch(const EpDispatchParams *p, const EpScales *scales, uint32_t num_blocks,
+                                  void *stream) {
+    if (scales->dtype == EP_IN_FP8) return launch_fp8(p, &scales->rows, num_blocks, stream);
+    return (int)ep_launch_resident(p->has_padding ? dispatch_kernel<true> : dispatch_kernel<false>,
+                                   num_blocks, EP_WARPS, 0, stream, *p);
 }
 extern "C" int ep_preload_dispatch(void) {
     cudaFuncAttributes a;

@@ -6,17 +6,17 @@
 #define EP_RETURNS_CUH
 #include "kernels/stage/rows.cuh"
 
-/* Parameters of combine. OP: the operation in headers and fault records. FUSED: the GEMM of the same kernel
+/* Parameters of combine. OP: the EP_OP_WORD in headers and fault records. FUSED: the GEMM of the same kernel
  * is still computing rows, so a warp waits for the ready counter of a row before it reads the row. OPENS: a
  * CTA has many chunks open (open_chunks.cuh). Else a warp has one chunk. With FP8 the GEMM is so short that
  * complete chunks keep three warps busy; there, to look for single slots costs up to 9 % (E-128). HAS_SMEM: a
  * warp has 8 KB of shared memory for its queue (rows.cuh), else that of a megakernel. OPTIONS: biases, and
  * sums by choice, as the parameters say. */
-template <int DTYPE_, EpOpKind OP_, bool HAS_SMEM = true, bool OPTIONS_ = false> struct EpCombineConfig {
+template <int DTYPE_, uint32_t OP_, bool HAS_SMEM = true, bool OPTIONS_ = false> struct EpCombineConfig {
     static constexpr int DTYPE = DTYPE_;
-    static constexpr EpOpKind OP = OP_;
+    static constexpr uint32_t OP = OP_;
     static constexpr bool FUSED = OP != EP_OP_COMBINE, OPENS = OP == EP_OP_GEMM_COMBINE, OPTIONS = OPTIONS_;
-    typedef std::conditional_t<OP == EP_OP_GEMM_COMBINE_FP8, EpCombineFp8Fifo, EpFusedFifo> Small;
+    typedef std::conditional_t<FUSED && !OPENS, EpCombineFp8Fifo, EpFusedFifo> Small;
     typedef EpFifo<4, 4, EP_MAX_TOPK + (OPTIONS ? EP_MAX_BIASES : 0)> Large;
     typedef std::conditional_t<HAS_SMEM, Large, Small> Fifo;
 };

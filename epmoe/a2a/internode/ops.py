@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...comm import validation
-from ...torch_modes import implement, new_size
+from ...torch_modes import implement, new_size, record_gradient
 from ..ops import absent, lib, register_fake
 from ..layout import Layout
 from . import plan, rows
@@ -127,8 +127,8 @@ def _return_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor 
     return d_rows, d_scalar if ctx.has_scalar else None, *[None] * 8
 
 
-torch.library.register_autograd("epmoe::nodes_out", _out_backward, setup_context=_save, lib=lib)
-torch.library.register_autograd("epmoe::nodes_return", _return_backward, setup_context=_save, lib=lib)
+record_gradient(lib, "nodes_out", _save, _out_backward)
+record_gradient(lib, "nodes_return", _save, _return_backward)
 
 
 def apply(layer: InternodeLayer, moe: EPMoE, gradients: bool, x: Tensor, topk_idx: Tensor,

@@ -1,0 +1,304 @@
+"""The experts of EPMoE with products in FP8 and parameters in 16 bits: forward and backward.
+
+Recipe: that of DeepSeek-V3.  Rows have a scale for each 128 numbers of a row, weights one for each block of
+128 by 128.  All scales are powers of two, so a row can get another scale without an error.  Tokens, and
+gradients of the output, are quantised at their rank and travel in FP8; combine returns sums in 16 bits.
+
+    step        products in FP8                          in 16 bits or float32
+    forward     h = rows @ gate_up.T + bias              activation, in float32, quantised
+                a @ down.T + bias                        combine
+    backward    g @ down; g = dispatch of dy             gradient of the activation; dots
+                d_h @ gate_up                            combine of dx, and of dots to the tokens
+                d_down = g.T @ weighted                  sums in float32
+                d_gate_up = d_h.T @ rows                 sums in float32
+
+The products are all kernels of the forward GEMM but the last two, whose operands are transposed first
+(gemm/wgrad_fp8.py).  For the backward the rows are kept in FP8, and gate and up in 16 bits.
+
+Weights are quantised when they have changed: see QuantizedWeight.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .. import _C
+from ..a2a.fused import EpAll2AllFusedOp
+from ..a2a.layout import EPLayout
+from ..a2a.ops import expert_offsets, row_dots, saved_tensors
+from ..comm.error_propagation import reporting
+from ..gemm.grouped import FP8_BLOCK, Kernel, as_kernel, grouped_gemm
+from ..gemm.quantize import quantize_fp8
+from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
+from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_transposed, quantize_fp8_weight_pair
+from ..torch_modes import check_mode, requires_grad
+from .experts import Weights, as_float32, expert_of_row
+
+if TYPE_CHECKING:
+    from ..a2a.layer import EPAll2AllLayer
+    from .module import EPMoE
+
+E4M3 = torch.float8_e4m3fn
+Pair = tuple[Tensor, Tensor, Tensor, Tensor]  # see quantize_fp8_weight_pair
+
+_num_steps = 0  # of all optimizers of this process
+_hook: Any = None
+
+
+def _after_step(*_: Any) -> None:
+    global _num_steps
+    _num_steps += 1
+
+
+def check_compute_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype, weight_dtype: torch.dtype,
+                        hidden: int, inner: int, token_saving: bool, wgrad_dtype: torch.dtype | None) -> bool:
+    """Return whether products are in FP8, or raise for what EPMoE does not have."""
+    if compute_dtype in (None, dtype):
+        if wgrad_dtype not in (None, dtype):
+            raise ValueError(f"wgrad_dtype {wgrad_dtype}: is for compute_dtype=torch.float8_e4m3fn")
+        return False
+    if compute_dtype != E4M3:
+        raise TypeError(f"compute_dtype {compute_dtype}: must be torch.float8_e4m3fn, or None: dtype, "
+                        f"{dtype}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"dtype {dtype} with compute_dtype in FP8: must be torch.bfloat16 or torch.float16")
+    if weight_dtype == E4M3:
+        raise ValueError("weight_dtype and compute_dtype in FP8: weights of a checkpoint in FP8 have no "
+                         "gradients: leave compute_dtype out, or weight_dtype for training")
+    if wgrad_dtype not in (None, E4M3, dtype):
+        raise TypeError(f"wgrad_dtype {wgrad_dtype}: must be {dtype}, or None: torch.float8_e4m3fn")
+    for name, size in (("hidden", hidden), ("inner", inner)):
+        if size % 16:
+            raise ValueError(f"{name} {size} with compute_dtype in FP8: must be a multiple of 16")
+    if not token_saving:
+        raise ValueError("token_saving=False with compute_dtype in FP8: leave token_saving out")
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_after_step)
+    return True
+
+
+class QuantizedWeight:
+    """A weight in FP8, and transposed.  It is made again when the weight has changed.
+
+    A change is seen by torch's version of the tensor, which every operation in place increases, and by each
+    step of an optimizer of torch, because optimizers may write through `.data`, which torch does not count.
+    Who writes through `.data` in another way calls forget().
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[int, ...] = ()
+        self._pair: Pair | None = None
+
+    def of(self, p: Tensor, is_sharded: bool) -> Pair:
+        """Return q [L, N, K], scales, q transposed [L, K, N], and its scales.
+
+        is_sharded: FSDP gathers the weight for each forward, and hides its changes.
+        """
+        key = p.data_ptr(), p._version, _num_steps
+        if self._pair is None or key != self._key or is_sharded:
+            self._pair = None  # frees the old ones first
+            self._pair, self._key = quantize_fp8_weight_pair(p), key
+        return self._pair
+
+    def forget(self) -> None:
+        self._pair = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
+        return QuantizedWeight()
+
+    def __reduce__(self) -> tuple[type[QuantizedWeight], tuple[()]]:
+        return QuantizedWeight, ()
+
+
+class _Fp8Factors(Factors):
+    """The factors of a gradient in FP8.  tensors: a, b, the offsets, and the scales of a and b."""
+
+    def __init__(self, *tensors: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(*tensors)
+        self.dtype = dtype
+
+    def product(self, out: Tensor | None = None, scale: float = 1) -> Tensor:
+        """Return the gradient [L, N, K], or add it, times scale, to out of float32 and return that."""
+        a, b, offsets, a_scale, b_scale = self.tensors
+        a_t, a_t_scale = quantize_fp8_transposed(a, offsets, a_scale, by_expert=True)
+        b_t, b_t_scale = quantize_fp8_transposed(b, offsets, b_scale, by_expert=True)
+        return grouped_wgrad_fp8(a_t, a_t_scale, b_t, b_t_scale, offsets, self.dtype, out=out, alpha=scale,
+                                 scales="expert")
+
+    def add_to(self, out: Tensor, scale: float) -> None:
+        if out.dtype == torch.float32:
+            self.product(out, scale)
+        else:
+            out.add_(self.product(), alpha=scale)
+
+
+def dequantized(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows [M, K] of FP8 with scales that are powers of two in another dtype."""
+    wide = scales.to(torch.float32).repeat_interleave(FP8_BLOCK, 1)[:, :rows.shape[1]]
+    return (rows.float() * wide).to(dtype)
+
+
+def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+        parameters: Weights) -> tuple[Tensor, EPLayout]:
+    """Plan, and apply the experts.  Returns (y, layout)."""
+    try:
+        check_mode(x, topk_weights, *parameters)
+        weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)
+        kernel = as_kernel(moe.activation)
+    except Exception as error:
+        layer._propagate(_C.OP_PLAN, error, 0)
+    layout, _, num_rows = layer._prepare(_C.OP_PLAN, x, topk_idx, weight, None, None, 0)
+    with reporting(layer, _C.OP_DISPATCH, layout.buffer, layout.plan, num_rows < 0):
+        with torch.no_grad():
+            up, down = moe._quantized["gate_up_proj"], moe._quantized["down_proj"]
+            pairs = up.of(parameters[0], moe._is_sharded), down.of(parameters[2], moe._is_sharded)
+        if requires_grad(x, weight, *parameters):
+            return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel,
+                                     moe.wgrad_dtype != E4M3), layout
+        return _forward(layer, x, weight, parameters, layout, num_rows, pairs, kernel, False)[0], layout
+
+
+def _forward(layer: EPAll2AllLayer, x: Tensor, weight: Tensor, parameters: Weights, layout: EPLayout,
+             num_rows: int, pairs: tuple[Pair, Pair], kernel: Kernel,
+             with_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Run the experts.  Returns (y, rows, their scales, h, row_weight, recv)."""
+    (up, up_scale, _, _), (down, down_scale, _, _) = pairs
+    up_bias, down_bias = (None if b is None else b.detach().to(layer.dtype).contiguous()
+                          for b in (parameters[1], parameters[3]))
+    plan, buffer = layout.plan, layout.buffer
+    offsets = expert_offsets(layer, plan)
+    x8, x_scale = quantize_fp8(x.detach(), pow2=True)
+    h, rows, row_scale, row_weight, recv = _dispatch_and_multiply(
+        layer, x8, x_scale, weight, plan, buffer, num_rows, up, up_scale, up_bias, with_grad)
+    layer._set_dispatched(layout, h, recv)
+    assert row_weight is not None
+    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+        a, a_scale = _quantized_activation(h, offsets, kernel)
+        y, _ = _multiply_and_combine(layer, a, a_scale, down, down_scale, down_bias, row_weight, None, plan,
+                                     recv, buffer, x.shape[0], with_grad)
+    return y, rows, row_scale, h, row_weight, recv
+
+
+def _quantized_activation(h: Tensor, offsets: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
+    """Return the activation of gate and up, in FP8, with its scales."""
+    return torch.ops.epmoe.quantize_fp8(h, offsets[-1:], *kernel, True)
+
+
+def _dispatch_and_multiply(layer: EPAll2AllLayer, x: Tensor, x_scale: Tensor, weight: Tensor | None,
+                           plan: Tensor, buffer: int, num_rows: int, w: Tensor, w_scale: Tensor,
+                           bias: Tensor | None, with_grad: bool
+                           ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """Send tokens in FP8, and multiply the rows by weights [L, N, H].
+
+    Returns the products in the layer's dtype, the rows, their scales, their weights, and recv.
+    """
+    if isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_fp8(w):
+        out, rows, row_weight, recv, row_scale = layer._dispatch_gemm(
+            x, weight, plan, w, bias, buffer, num_rows, 0, 0.0, 0.0, with_grad, x_scale, w_scale)
+        assert rows is not None and row_scale is not None
+        return out, rows, row_scale, row_weight, recv
+    rows, row_weight, recv, row_scale = layer._dispatch(x, weight, plan, buffer, num_rows, with_grad,
+                                                        x_scale=x_scale)
+    assert row_scale is not None
+    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+        out = grouped_gemm(rows, w, offsets=expert_offsets(layer, plan), bias=bias, a_scale=row_scale,
+                           b_scale=w_scale, out_dtype=layer.dtype)
+    return out, rows, row_scale, row_weight, recv
+
+
+def _multiply_and_combine(layer: EPAll2AllLayer, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor,
+                          bias: Tensor | None, row_weight: Tensor | None, row_scalar: Tensor | None,
+                          plan: Tensor, recv: Tensor, buffer: int, num_tokens: int,
+                          with_grad: bool) -> tuple[Tensor, Tensor | None]:
+    """Multiply rows in FP8 by weights [L, H, K], and add the products up.  Returns the sums and scalars."""
+    if isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_fp8(w, is_first=False):
+        y, _, scalar = layer._gemm_combine(a, w, bias, row_weight, plan, recv, buffer, num_tokens, with_grad,
+                                           a_scale, w_scale, row_scalar)
+        return y, scalar
+    rows = grouped_gemm(a, w, offsets=expert_offsets(layer, plan), bias=bias, a_scale=a_scale,
+                        b_scale=w_scale, out_dtype=layer.dtype)
+    return layer._combine(rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad)
+
+
+class _Fp8Experts(torch.autograd.Function):
+    """The experts of a training step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
+                down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, layout: EPLayout,
+                num_rows: int, pairs: tuple[Pair, Pair], kernel: Kernel, wgrad_in_16_bits: bool) -> Tensor:
+        y, rows, row_scale, h, row_weight, recv = _forward(
+            layer, x, weight, (gate_up, gate_up_bias, down, down_bias), layout, num_rows, pairs, kernel, True)
+        ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
+        ctx.wgrad_in_16_bits = wgrad_in_16_bits
+        ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
+        # The transposed weights are kept, too: those of the next version have other memory.
+        ctx.transposed = pairs[0][2:], pairs[1][2:]
+        ctx.save_for_backward(layout.plan, gate_up, gate_up_bias, down, down_bias, rows, row_scale, h,
+                              row_weight, recv)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *_backward(ctx, ctx.layer, dy), *[None] * 6
+
+
+def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight, gate_up, gate_up_bias, down and down_bias, those that are needed."""
+    plan, gate_up, gate_up_bias, down, down_bias, rows, row_scale, h, row_weight, recv = saved_tensors(
+        ctx, layer, _C.OP_DISPATCH, dy)
+    of_x, of_weight, of_gate_up, of_gate_up_bias, of_down, of_down_bias = ctx.needs_input_grad[:6]
+    (up_t, up_t_scale), (down_t, down_t_scale) = ctx.transposed
+    buffer, dtype = ctx.buffer, layer.dtype
+    d_gate_up = d_gate_up_bias = d_down = d_down_bias = None
+    with reporting(layer, _C.OP_DISPATCH, buffer, plan):
+        check_mode(dy, gate_up, down)
+        if torch.is_grad_enabled():
+            raise NotImplementedError("create_graph=True: the experts have no second derivatives in FP8: use "
+                                      "dtype=torch.float32")
+        offsets = expert_offsets(layer, plan)
+        dy8, dy_scale = quantize_fp8(dy, pow2=True)
+        d, g, g_scale, _, _ = _dispatch_and_multiply(layer, dy8, dy_scale, None, plan, buffer, h.shape[0],
+                                                     down_t, down_t_scale, None, False)
+    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+        d_h = torch.empty_like(h)
+        dots = h.new_empty(h.shape[0], dtype=torch.float32)
+        activation, alpha, limit = ctx.kernel
+        _C.activation(activation, alpha, limit, h, d, offsets, row_weight, d_h, d, dots)
+        weighted = d  # the weighted rows of the activation take the place of the product
+        ctx.maybe_clear_saved_tensors()
+        del h
+        if down_bias is not None or ctx.wgrad_in_16_bits:
+            g16 = dequantized(g, g_scale, dtype)
+        if down_bias is not None:
+            bias = F.pad(down_bias.detach().to(dtype), (0, 0, 0, 1))  # the last one for rows of no expert
+            dots += row_dots(g16, bias[expert_of_row(offsets, len(g16))])
+        num_rows = offsets[-1:]
+        d_h8, d_h_scale = quantize_fp8(d_h, num_rows=num_rows, pow2=True)
+        deferred_up, deferred_down = ctx.deferred_wgrads
+        if of_down and ctx.wgrad_in_16_bits:
+            d_down = gradient_of(deferred_down, g16, weighted, offsets)
+        elif of_down:
+            weighted8, weighted_scale = quantize_fp8(weighted, num_rows=num_rows, pow2=True)
+            d_down = gradient_of_factors(deferred_down, _Fp8Factors(
+                g, weighted8, offsets, g_scale, weighted_scale, dtype=down.dtype))
+        if of_down_bias:
+            d_down_bias = torch.ops.epmoe.sum_of_rows(g16, row_weight, offsets).to(down_bias.dtype)
+        # Also where this rank wants neither: another rank may want one, and waits for the rows of all.
+        dx, d_weight = _multiply_and_combine(layer, d_h8, d_h_scale, up_t, up_t_scale, None, None, dots, plan,
+                                             recv, buffer, ctx.num_tokens, False)
+    if of_gate_up and ctx.wgrad_in_16_bits:
+        d_gate_up = gradient_of(deferred_up, d_h, dequantized(rows, row_scale, dtype), offsets)
+    elif of_gate_up:
+        d_gate_up = gradient_of_factors(deferred_up, _Fp8Factors(
+            d_h8, rows, offsets, d_h_scale, row_scale, dtype=gate_up.dtype))
+    if of_gate_up_bias:
+        d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
+    return (dx if of_x else None, d_weight if of_weight else None, d_gate_up, d_gate_up_bias, d_down,
+            d_down_bias)

@@ -1,0 +1,327 @@
+"""EPMoE with compute_dtype=torch.float8_e4m3fn: products in FP8, forward and backward."""
+
+import copy
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import epmoe
+from cases import check_outcomes, outcome, same_bits
+from epmoe import reference
+from epmoe.testing import routing
+from nodes_cases import run_nodes
+
+E4M3 = torch.float8_e4m3fn
+H, I, E, K, T = 256, 128, 8, 2, 48
+
+
+def make(world, device, dtype=torch.bfloat16, data="normal", **options):
+    """An EPMoE with this rank's part of the experts of all ranks."""
+    options = {"compute_dtype": E4M3, "max_tokens": T} | options
+    moe = epmoe.EPMoE(H, I, E, K, world, dtype=dtype, device=device, **options)
+    g, n = torch.Generator().manual_seed(5), E // world.size
+    for p in moe.parameters():
+        whole = numbers((E, *p.shape[1:]), g, data) / p.shape[-1] ** 0.5
+        p.data[:n].copy_(whole[world.rank * n : (world.rank + 1) * n])
+    return moe
+
+
+def numbers(shape, g, data):
+    x = torch.randn(shape, generator=g)
+    if data == "heavy":  # each row and column of its own magnitude, and outliers
+        x *= torch.exp2(2 * torch.randn(*shape[:-1], 1, generator=g))
+        x *= torch.where(torch.rand(shape, generator=g) < 1e-3, 30.0, 1.0)
+    return x * 2.0**-24 if data == "tiny" else x
+
+
+def inputs(world, device, dtype=torch.bfloat16, data="normal", seed=11):
+    """Tokens, choices, weights and gradients of the output of all ranks, and this rank's slice of them."""
+    g = torch.Generator().manual_seed(seed)
+    idx = routing("uniform", T, K, E, 1, 0, g)
+    idx[::7, 0] = -1
+    x, dy = (numbers((T, H), g, "heavy" if data == "heavy" else "normal").to(device, dtype) for _ in range(2))
+    mine = slice(T * world.rank // world.size, T * (world.rank + 1) // world.size)
+    return (x, idx.to(device), torch.rand(T, K, generator=g).to(device), dy), mine
+
+
+def step(moe, x, idx, weight, dy):
+    """y with gradients, and the gradients of x, of the routing weights and of the parameters."""
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    y = moe(leaves[0], idx, leaves[1])
+    return [y.detach(), *torch.autograd.grad(y, [*leaves, *moe.parameters()], dy)]
+
+
+def run_step(ranks, data="normal", dtype=torch.bfloat16, **options):
+    """The results of each rank, and those in float64."""
+
+    def run(world, device):
+        moe = make(world, device, dtype, data, **options)
+        everything, mine = inputs(world, device, dtype, data)
+        found = step(moe, *(t[mine].contiguous() for t in everything))
+        moe.layer.synchronize()
+        alone = make(epmoe.thread_worlds(1)[0], device, dtype, data, **options | {"compute_dtype": None})
+        x, idx, weight, dy = everything
+        leaves = {n: p.detach().double().requires_grad_() for n, p in alone.named_parameters()}
+        exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+        y = reference.moe(exact[0], idx, exact[1], leaves["gate_up_proj"], leaves["down_proj"],
+                          moe.activation, leaves.get("gate_up_proj_bias"), leaves.get("down_proj_bias"))
+        wanted = [y.detach(), *torch.autograd.grad(y, [*exact, *leaves.values()], dy.double())]
+        n = E // world.size
+        experts = slice(world.rank * n, (world.rank + 1) * n)
+        for m in (moe, alone):
+            m.finalize()
+        return found, [t[mine if i < 3 else experts] for i, t in enumerate(wanted)]
+
+    return ranks(run)
+
+
+def errors(results):
+    """The error of each result over all ranks: a norm over a norm."""
+    squares = [[(((a.double() - b) ** 2).sum(), (b ** 2).sum()) for a, b in zip(*r, strict=True)]
+               for r in results]
+    return [(sum(d for d, _ in of) / sum(n for _, n in of)).sqrt().item() for of in zip(*squares)]
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gpt_oss", "gelu", epmoe.SwiGLU(1.3, 3.0, 1)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"wgrad_dtype": torch.bfloat16}], ids=str)
+def test_fp8_training_gradients(ranks, activation, options):
+    # at a limit, rounding can choose the other side of the kink
+    bound = 0.2 if isinstance(activation, epmoe.SwiGLU) else 0.1
+    assert max(errors(run_step(ranks, activation=activation, **options))) < bound
+
+
+@pytest.mark.parametrize("data, bound", [("heavy", 0.12), ("tiny", 0.1)])
+def test_fp8_training_gradients_of_other_data(ranks, data, bound):
+    """Heavy-tailed numbers and tiny weights.  Gradients of routing weights cancel: they have more error."""
+    found = errors(run_step(ranks, data=data))
+    assert max(found[:2] + found[3:]) < bound and found[2] < 2 * bound
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"capacity": 8 * T * K}, {"fused": True},
+                                     {"fused": False}, {"combine_mode": "gather",
+                                                        "enable_local_combine": False}], ids=str)
+def test_fp8_training_options(ranks, options):
+    assert max(errors(run_step(ranks, **options))) < 0.1
+
+
+def check_same_bits(ranks, make_modules):
+    """Steps of several modules with the same numbers: all have the bits of the first."""
+
+    def run(world, device):
+        everything, mine = inputs(world, device)
+        part = [t[mine].contiguous() for t in everything]
+        results = []
+        for build in make_modules:
+            moe = build(world, device)
+            results.append(step(moe, *part))
+            moe.layer.synchronize()
+            moe.finalize()
+        return results
+
+    for first, *others in ranks(run):
+        for other in others:
+            for i, (a, b) in enumerate(zip(first, other, strict=True)):
+                same_bits(a, b, f"result {i}")
+
+
+def test_fp8_training_has_the_same_bits(ranks):
+    """In a second run, fused and in stages, with a capacity, and with other max_tokens."""
+    ways = [{}, {}, {"fused": True}, {"fused": False}, {"capacity": 8 * T * K}, {"max_tokens": 3 * T}]
+    check_same_bits(ranks, [lambda w, d, o=o: make(w, d, bias=True, **o) for o in ways])
+
+
+def test_fp8_training_infers_as_it_trains(ranks):
+    """Inference has the bits of the training forward, and the bits of a token do not depend on the others."""
+
+    def run(world, device):
+        moe = make(world, device)
+        (x, idx, weight, dy), mine = inputs(world, device)
+        x, idx, weight, dy = (t[mine].contiguous() for t in (x, idx, weight, dy))
+        y, dx, d_weight, *_ = step(moe, x, idx, weight, dy)
+        some = torch.arange(len(x), device=x.device)[world.rank % 2 :: 2]
+        with torch.no_grad():
+            z = moe(x, idx, weight)
+        y2, dx2, d_weight2, *_ = step(moe, x[some], idx[some], weight[some], dy[some])
+        promised = epmoe.numerics(moe)
+        moe.layer.synchronize()
+        moe.finalize()
+        return (y, z), (y[some], y2), (dx[some], dx2), (d_weight[some], d_weight2), promised
+
+    for *pairs, promised in ranks(run):
+        for a, b in pairs:
+            same_bits(a, b, "a result")
+        assert promised.trains_as_it_infers and promised.batch_invariant
+
+
+@pytest.mark.parametrize("wgrad_dtype", [None, torch.bfloat16], ids=str)
+def test_fp8_training_with_other_gradients(ranks, wgrad_dtype):
+    """backward_dw() and main_grad: the gradients have the bits of the backward; main_grad is float32."""
+
+    def run(world, device):
+        everything, mine = inputs(world, device)
+        part = [t[mine].contiguous() for t in everything]
+        plain = make(world, device, wgrad_dtype=wgrad_dtype)
+        *_, up, down = step(plain, *part)
+        later = make(world, device, delay_wgrad_compute=True, wgrad_dtype=wgrad_dtype)
+        later(part[0], part[1], part[2]).backward(part[3])
+        before = later.down_proj.grad
+        later.backward_dw()
+        fused = make(world, device, fuse_wgrad_accumulation=True, wgrad_dtype=wgrad_dtype)
+        for p in fused.parameters():
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        for _ in range(2):
+            fused(part[0], part[1], part[2]).backward(part[3])
+        sums = [p.main_grad / 2 for p in (fused.gate_up_proj, fused.down_proj)]
+        for m in (plain, later, fused):
+            m.layer.synchronize()
+            m.finalize()
+        added = list(zip((up, down), sums))
+        return before, (up, later.gate_up_proj.grad), (down, later.down_proj.grad), added
+
+    for before, *pairs, added in ranks(run):
+        assert before is None
+        for a, b in pairs:
+            same_bits(a, b, "a gradient")
+        for a, b in added:
+            torch.testing.assert_close(a.float(), b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
+
+
+def test_fp8_training_sees_new_weights(ranks):
+    """After each way to change a weight, y is that of a new module with the changed weights."""
+
+    def change(p, way, moe):
+        with torch.no_grad():
+            if way == "in place":
+                p.mul_(-0.5)
+            elif way == "step":  # of an optimizer that writes through .data
+                class Through(torch.optim.Optimizer):
+                    def step(self):
+                        for group in self.param_groups:
+                            for q in group["params"]:
+                                q.data.mul_(0.25)
+
+                Through([p], {}).step()
+            elif way == "load":
+                moe.load_state_dict({n: q * 2 for n, q in moe.state_dict().items()})
+            else:
+                p.data.neg_()
+                moe.requantize()
+
+    def run(world, device):
+        (x, idx, weight, _), mine = inputs(world, device)
+        x, idx, weight = (t[mine].contiguous() for t in (x, idx, weight))
+        moe = make(world, device)
+        results = []
+        for way in ("in place", "step", "load", "requantize"):
+            with torch.no_grad():
+                old = moe(x, idx, weight)
+                change(moe.down_proj, way, moe)
+                new = make(world, device)
+                new.load_state_dict(moe.state_dict())
+                results.append((moe(x, idx, weight), new(x, idx, weight), old))
+                new.layer.synchronize()
+                new.finalize()
+        twin = copy.deepcopy(moe)
+        with torch.no_grad():
+            twin.down_proj.zero_()
+            results.append((moe(x, idx, weight), moe(x, idx, weight), twin(x, idx, weight)))
+        moe.finalize()
+        return results
+
+    for results in ranks(run):
+        for a, b, old in results:
+            same_bits(a, b, "y")
+            assert len(a) == 0 or not torch.equal(a, old)
+
+
+def test_fp8_training_under_checkpoint_and_compile(ranks):
+    def run(world, device):
+        moe = make(world, device)
+        (x, idx, weight, dy), mine = inputs(world, device)
+        x, idx, weight, dy = (t[mine].contiguous() for t in (x, idx, weight, dy))
+        wanted = step(moe, x, idx, weight, dy)
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = torch.utils.checkpoint.checkpoint(moe, leaves[0], idx, leaves[1], use_reentrant=False)
+        found = [y.detach(), *torch.autograd.grad(y, [*leaves, *moe.parameters()], dy)]
+        compiled = torch.compile(moe, backend="eager")
+        with torch.no_grad():
+            z = compiled(x, idx, weight)
+        moe.layer.synchronize()
+        moe.finalize()
+        return wanted, found, z
+
+    for wanted, found, z in ranks(run, world_size=2):
+        for a, b in zip(wanted, found, strict=True):
+            same_bits(a, b, "a result")
+        same_bits(wanted[0], z, "y")
+
+
+@pytest.mark.cpu_only
+def test_fp8_training_over_nodes():
+    def run(nodes):
+        moe = epmoe.EPMoE(H, I, E, K, nodes, max_tokens=T, device="cpu", compute_dtype=E4M3)
+        plain = epmoe.EPMoE(H, I, E, K, nodes, max_tokens=T, device="cpu")
+        plain.load_state_dict(moe.state_dict())
+        (x, idx, weight, dy), _ = inputs(nodes, "cpu", seed=nodes.rank)
+        pairs = list(zip(step(moe, x, idx, weight, dy), step(plain, x, idx, weight, dy), strict=True))
+        for m in (moe, plain):
+            m.finalize()
+        return [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs]
+
+    for found in run_nodes(run, 2, 2):
+        assert max(found) < 0.1
+
+
+def test_fp8_training_on_a_rank_alone_without_gradients(ranks):
+    """One rank has no tokens, another wants no gradient of its tokens: all make the same calls."""
+
+    def run(world, device):
+        moe = make(world, device)
+        (x, idx, weight, dy), _ = inputs(world, device)
+        n = 0 if world.rank == 0 else T
+        x = x[:n].requires_grad_(world.rank != 1)
+        moe(x, idx[:n], weight[:n]).backward(dy[:n])
+        moe.layer.synchronize()
+        has = moe.down_proj.grad.isfinite().all().item()
+        moe.finalize()
+        return has
+
+    assert all(ranks(run))
+
+
+@pytest.mark.parametrize("options, error, text", [
+    ({"compute_dtype": torch.float16}, "TypeError", "compute_dtype"),
+    ({"compute_dtype": E4M3, "dtype": torch.float32}, "TypeError", "float16"),
+    ({"compute_dtype": E4M3, "weight_dtype": E4M3}, "ValueError", "weight_dtype"),
+    ({"compute_dtype": E4M3, "wgrad_dtype": torch.float16}, "TypeError", "wgrad_dtype"),
+    ({"wgrad_dtype": E4M3}, "ValueError", "compute_dtype"),
+    ({"compute_dtype": E4M3, "token_saving": False}, "ValueError", "token_saving")], ids=str)
+def test_fp8_training_refuses(ranks, options, error, text):
+    """What EPMoE does not have with products in FP8 is an error on all ranks."""
+
+    def run(world, device):
+        return outcome(lambda: epmoe.EPMoE(H, I, E, K, world, max_tokens=4, device=device, **options))
+
+    check_outcomes(ranks(run), error, text)
+
+
+def test_fp8_training_refuses_calls(ranks):
+    """A low-latency path, a second derivative, and ranks with other compute_dtypes."""
+
+    def run(world, device):
+        moe = make(world, device)
+        (x, idx, weight, dy), _ = inputs(world, device)
+        decodes = outcome(lambda: moe.enable_decode(4))
+        leaf = x.clone().requires_grad_()
+        y = moe(leaf, idx, weight)
+        twice = outcome(lambda: torch.autograd.grad(y, leaf, dy, create_graph=True))
+        differs = outcome(lambda: epmoe.EPMoE(H, I, E, K, world, max_tokens=4, device=device,
+                                              compute_dtype=E4M3 if world.rank == 0 else None))
+        moe.finalize()
+        return decodes, twice, differs
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes([r[0] for r in results], "ValueError", "low-latency")
+    check_outcomes([r[1] for r in results], "NotImplementedError", "create_graph")
+    check_outcomes([r[2] for r in results], "EpMismatch", "compute_dtype")
