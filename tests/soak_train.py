@@ -1,10 +1,11 @@
 """Many training steps of EPMoE with delayed ranks and poisoned memory.
 
-    torchrun --nproc-per-node 4 tests/soak_train.py [-n 5000]
+    torchrun --nproc-per-node 4 tests/soak_train.py [-n 5000] [--compute fp8]
 
-The options are those of soak_fused.py.  Each batch creates an EPMoE with random shape and options, and four
-inputs with random routing.  The output and all gradients of every step must have the bits that the separate
-stages give.  Without GPUs, the ranks are threads on the CPU, where all steps run the separate stages.
+The options are those of soak_fused.py; --compute fp8: products in FP8.  Each batch creates an EPMoE with
+random shape and options, and four inputs with random routing.  The output and all gradients of every step
+must have the bits that the separate stages give.  Without GPUs, the ranks are threads on the CPU, where all
+steps run the separate stages.
 """
 
 import random
@@ -17,16 +18,20 @@ from benchmarks.check import poisoned
 from soak_fused import delay_sometimes, inputs_of, main, make_batch
 
 
-def run_batch(world, device, seed, number, num_steps, graph):
+def run_batch(world, device, seed, number, num_steps, graph, compute="16 bits"):
     """The number of steps with a wrong result."""
     options, inner, patterns, activation, *_ = make_batch(seed, number, world.size, device.type == "cuda")
     g = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1)
     r = random.Random(f"{seed} {number} {world.rank} train")
     activation, bias = activation or "silu", number % 3 == 0
+    compute_dtype = torch.float8_e4m3fn if compute == "fp8" else None
+    if compute_dtype:
+        options["token_saving"] = True
     with (epmoe.EpAll2AllFusedOp(world, device=device, fused=False, **options) as plain,
           epmoe.EpAll2AllFusedOp(world, device=device, fused=True, **options) as op):
         stages, moe = (epmoe.EPMoE(op.hidden, inner, op.num_experts, op.topk, activation=activation,
-                                   dtype=op.dtype, layer=layer, bias=bias) for layer in (plain, op))
+                                   dtype=op.dtype, layer=layer, bias=bias,
+                                   compute_dtype=compute_dtype) for layer in (plain, op))
         stages.load_state_dict(moe.state_dict())
         inputs = [inputs_of(op, pattern, world.rank, g) for pattern in patterns]
         dys = [torch.randn(x.shape, generator=g).to(x) for x, _, _ in inputs]
@@ -55,4 +60,4 @@ def run_batch(world, device, seed, number, num_steps, graph):
 
 
 if __name__ == "__main__":
-    sys.exit(main(run_batch, "soak_train", "training steps", 5000))
+    sys.exit(main(run_batch, "soak_train", "training steps", 5000, compute="16 bits"))

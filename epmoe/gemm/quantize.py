@@ -50,7 +50,7 @@ def _empty_rows(x: Tensor, activation: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_by_torch(x: Tensor, activation: int, alpha: float, limit: float,
-                       pow2: bool) -> tuple[Tensor, Tensor]:
+                       pow2: bool = False) -> tuple[Tensor, Tensor]:
     named = activation_of(activation, alpha, limit)
     x = x.float() if named is None else activate(x.float(), named)
     groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

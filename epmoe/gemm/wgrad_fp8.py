@@ -127,8 +127,9 @@ def quantize_fp8_weight_pair(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     num, n, k = weight.shape
     q, q_t = (torch.empty(num, *size, dtype=torch.float8_e4m3fn, device=weight.device)
               for size in ((n, k), (k, n)))
-    scales, scales_t = (torch.empty(num, -(-rows // BLOCK), -(-cols // BLOCK), device=weight.device)
-                        for rows, cols in ((n, k), (k, n)))
+    num_n, num_k = (-(-size // BLOCK) for size in (n, k))
+    scales, scales_t = (torch.empty(num, *size, dtype=torch.float32, device=weight.device)
+                        for size in ((num_n, num_k), (num_k, num_n)))
     _C.quantize_fp8_weight(aligned(weight.detach().contiguous()), q.view(torch.uint8), q_t.view(torch.uint8),
                            scales, scales_t)
     return q, scales, q_t, scales_t
@@ -147,7 +148,7 @@ def _wgrad_by_torch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs
     most = (a.shape[1] // BLOCK - out.shape[0] + 1) * BLOCK - 1  # the most rows for which lines are that long
     with torch.autocast(a.device.type, enabled=False):
         for e, begin, end, first in blocks_of_experts(offsets, most):
-            total = torch.zeros(out.shape[1:], device=a.device)
+            total = torch.zeros(out.shape[1:], dtype=torch.float32, device=a.device)
             for block in range(first, first - (begin - end) // BLOCK):
                 part = slice(block * BLOCK, (block + 1) * BLOCK)
                 i = e if by_expert else block

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .module import EPMoE
 
 E4M3 = torch.float8_e4m3fn
+NO_COPIES = "token_saving=False with compute_dtype in FP8: leave token_saving out"
 Pair = tuple[Tensor, Tensor, Tensor, Tensor]  # see quantize_fp8_weight_pair
 
 _num_steps = 0  # of all optimizers of this process
@@ -76,11 +77,17 @@ def check_compute_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype, w
         if size % 16:
             raise ValueError(f"{name} {size} with compute_dtype in FP8: must be a multiple of 16")
     if not token_saving:
-        raise ValueError("token_saving=False with compute_dtype in FP8: leave token_saving out")
+        raise ValueError(NO_COPIES)
     global _hook
     if _hook is None:
         _hook = register_optimizer_step_post_hook(_after_step)
     return True
+
+
+def check_layer(computes_fp8: bool, layer: EPAll2AllLayer) -> None:
+    """Raise ValueError for a shared layer with which products cannot be in FP8."""
+    if computes_fp8 and layer._copies != 1:
+        raise ValueError(NO_COPIES)
 
 
 class QuantizedWeight:

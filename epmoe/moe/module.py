@@ -403,6 +403,7 @@ class EPMoE(nn.Module):
         self.num_experts = num_experts
         if layer is not None:
             check_shared(layer, hidden, topk, num_physical, dtype)
+            fp8_training.check_layer(self.computes_fp8, layer)
             chunks.check_layer(self.num_chunks, layer)
             self._make(layer, halves * inner, inner, bias)
         else:
@@ -724,10 +725,11 @@ class EPMoE(nn.Module):
              watched: bool) -> tuple[Tensor, Layout | None]:
         """Apply the experts, on the way that suits the call.  Returns (y, layout).
 
-        1. at_once: all stages in one call of the module, or its operators; 16 bits only.
-        2. Another EpAll2AllFusedOp: dispatch with gate and up, then down with combine.  The layer fuses each
+        1. at_once: all stages in one call of the module, or its operators; 16 bits only (experts.py).
+        2. With compute_dtype in FP8: fp8_training.py.
+        3. Another EpAll2AllFusedOp: dispatch with gate and up, then down with combine.  The layer fuses each
            pair if it has a kernel for it.
-        3. A LowLatencyAll2All or an EPAll2AllLayer: dispatch, the products, combine.
+        4. A LowLatencyAll2All or an EPAll2AllLayer: dispatch, the products, combine.
         """
         if at_once:
             if isinstance(layer, LowLatencyAll2All):
