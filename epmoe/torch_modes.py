@@ -289,13 +289,13 @@ def allocator_of(device: torch.device) -> Callable[[], Allocate]:
     fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     is_deterministic = torch.are_deterministic_algorithms_enabled
     is_cuda = device.type == "cuda"
-    current_device = torch.accelerator.current_device_index  # torch.cuda.current_device without its checks
 
     def allocate(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
 
     def allocator() -> Allocate:
-        if fast is None or is_deterministic() or is_cuda and current_device() != device.index:
+        # torch.cuda.current_device() also looks whether CUDA is there, in each call
+        if fast is None or is_deterministic() or is_cuda and torch._C._cuda_getDevice() != device.index:
             return allocate
         return fast
 

@@ -4,13 +4,17 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
+from torch import nn
 
 import epmoe
 from cases import check_outcomes, outcome, same_bits
 from epmoe import reference
 from epmoe.testing import routing
 from nodes_cases import run_nodes
+from pace import WAIT_S
+from rank_processes import process_ranks
 
 E4M3 = torch.float8_e4m3fn
 H, I, E, K, T = 256, 128, 8, 2, 48
@@ -255,6 +259,61 @@ def test_fp8_training_under_checkpoint_and_compile(ranks):
         for a, b in zip(wanted, found, strict=True):
             same_bits(a, b, "a result")
         same_bits(wanted[0], z, "y")
+
+
+class Block(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        torch.manual_seed(0)
+        self.moe = epmoe.EPMoE(H, I, E, K, group, max_tokens=T, device="cpu", compute_dtype=E4M3,
+                               timeout_s=WAIT_S)
+
+    def forward(self, x, idx, weight):
+        return self.moe(x, idx, weight)
+
+
+def _fsdp(rank, world_size):
+    """Each rank has all experts, whose parameters FSDP2 shards; beside it the same without FSDP2."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    groups = [dist.new_group([r]) for r in range(world_size)]
+    model, plain = Block(groups[rank]), Block(groups[rank])
+    fully_shard(epmoe.prepare_fsdp(model), mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    g = torch.Generator().manual_seed(rank)
+    idx = routing("uniform", T, K, E, 1, 0, g)
+    x, dy = (torch.randn(T, H, generator=g).bfloat16() for _ in range(2))
+    weight, results = torch.rand(T, K, generator=g), []
+    for change in ("step", "step", "in place", "nothing"):
+        y, z = model(x, idx, weight), plain(x, idx, weight)
+        results.append((y.detach(), z.detach()))
+        if change == "step":
+            y.backward(dy)
+            z.backward(dy)
+            optimizer.step()
+            optimizer.zero_grad()
+            for p in plain.parameters():
+                dist.all_reduce(p.grad)
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.copy_(p - 0.5 / world_size * p.grad if change == "step" else -p)
+                p.grad = None
+            for p in model.parameters() if change == "in place" else ():
+                p.neg_()
+    for m in (model, plain):
+        m.moe.layer.world.close()
+    return results
+
+
+@pytest.mark.cpu_only
+def test_fp8_training_under_fsdp():
+    """FSDP gathers the weights for each forward: a change between two forwards is never missed."""
+    for results in process_ranks(_fsdp, 2):
+        for i, (y, z) in enumerate(results):
+            error = ((y.float() - z.float()).norm() / z.float().norm()).item()
+            assert error < (2e-2 if i else 1e-6), (i, error)
+            assert i == 0 or not torch.equal(y, results[i - 1][0])
 
 
 @pytest.mark.cpu_only
