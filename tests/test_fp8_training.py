@@ -11,6 +11,7 @@ from torch import nn
 import epmoe
 from cases import check_outcomes, outcome, same_bits
 from epmoe import reference
+from epmoe.moe.fp8_training import QuantizedWeight
 from epmoe.testing import routing
 from nodes_cases import run_nodes
 from pace import WAIT_S
@@ -303,13 +304,23 @@ def _fsdp(rank, world_size):
                 p.neg_()
     for m in (model, plain):
         m.moe.layer.world.close()
-    return results
+    return model.moe._is_sharded, results
+
+
+@pytest.mark.cpu_only
+def test_fp8_training_quantises_a_sharded_weight_each_time():
+    weight, cache = torch.ones(1, 16, 16), QuantizedWeight()
+    assert cache.of(weight, False)[1].item() == cache.of(weight, False)[1].item() == 2.0**-8
+    weight.data.fill_(4.0)  # which torch does not count
+    assert cache.of(weight, False)[1].item() == 2.0**-8
+    assert cache.of(weight, True)[1].item() == 2.0**-6
 
 
 @pytest.mark.cpu_only
 def test_fp8_training_under_fsdp():
     """FSDP gathers the weights for each forward: a change between two forwards is never missed."""
-    for results in process_ranks(_fsdp, 2):
+    for is_sharded, results in process_ranks(_fsdp, 2):
+        assert is_sharded
         for i, (y, z) in enumerate(results):
             error = ((y.float() - z.float()).norm() / z.float().norm()).item()
             assert error < (2e-2 if i else 1e-6), (i, error)
