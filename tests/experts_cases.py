@@ -61,3 +61,19 @@ def gradients(world, device, case, leaves=LEAVES, **options):
             assert value is not None, name
             same_bits(other[name], value, f"rank {world.rank}: {name}")
     return seen[0]
+
+
+def capture(world, moe, forward):
+    """(graph, results): forward() runs once on a side stream and is then captured."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward()
+    torch.cuda.current_stream().wait_stream(side)
+    moe.layer.synchronize()
+    world.exchange(b"x")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+        captured = forward()
+    world.exchange(b"x")
+    return graph, captured

@@ -8,27 +8,11 @@ import pytest
 import torch
 
 from cases import same_bits
-from experts_cases import NAMES, make_moe, step
+from experts_cases import NAMES, capture, make_moe, step
 from fused_cases import LEAVES, Experts, grown, has_fused_path, inputs_of, tensors
 
 PATTERNS = ("uniform", "one_expert", "sentinels", "all_dropped", "one_rank")
 WEIGHTS = ("w1", "w2")
-
-
-def capture(world, moe, forward):
-    """(graph, results): forward() runs once on a side stream and is then captured."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        forward()
-    torch.cuda.current_stream().wait_stream(side)
-    moe.layer.synchronize()
-    world.exchange(b"x")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-        captured = forward()
-    world.exchange(b"x")
-    return graph, captured
 
 
 def train(moe, t):

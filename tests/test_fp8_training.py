@@ -1,6 +1,7 @@
 """EPMoE with compute_dtype=torch.float8_e4m3fn: products in FP8, forward and backward."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from torch import nn
 import epmoe
 from cases import check_outcomes, outcome, same_bits
 from epmoe import reference
+from epmoe.moe import fp8_training
 from epmoe.moe.fp8_training import QuantizedWeight
 from epmoe.testing import routing
+from experts_cases import capture
 from nodes_cases import run_nodes
 from pace import WAIT_S
 from rank_processes import process_ranks
@@ -262,6 +265,43 @@ def test_fp8_training_under_checkpoint_and_compile(ranks):
         same_bits(wanted[0], z, "y")
 
 
+@pytest.mark.cuda_only
+def test_fp8_training_in_a_cuda_graph(ranks):
+    """Replays with new tokens and new weights have the bits of steps outside of the graph."""
+    if not ranks.is_torchrun:
+        pytest.skip("ranks that are threads do not replay graphs")
+
+    def run(world, device):
+        moe = make(world, device, capacity=8 * T * K)
+        (x, idx, weight, dy), _ = inputs(world, device)
+        found = []
+
+        def forward_and_backward():
+            leaves = [x.requires_grad_(), weight.requires_grad_()]
+            y = moe(leaves[0], idx, leaves[1])
+            return [y.detach(), *torch.autograd.grad(y, [*leaves, *moe.parameters()], dy)]
+
+        graph, captured = capture(world, moe, forward_and_backward)
+        for seed in range(3):
+            with torch.no_grad():
+                for t, new in zip((x, idx, weight, dy), inputs(world, device, seed=20 + seed)[0]):
+                    t.copy_(new)
+                for p in moe.parameters():
+                    p.mul_(-0.75)
+            graph.replay()
+            moe.layer.synchronize()
+            replayed = [t.clone() for t in captured]
+            found.append((replayed, step(moe, x.detach(), idx, weight.detach(), dy)))
+        moe.layer.synchronize()
+        moe.finalize()
+        return found
+
+    for found in ranks(run):
+        for replayed, wanted in found:
+            for i, (a, b) in enumerate(zip(replayed, wanted, strict=True)):
+                same_bits(a, b, f"result {i}")
+
+
 class Block(nn.Module):
     def __init__(self, group):
         super().__init__()
@@ -395,3 +435,49 @@ def test_fp8_training_refuses_calls(ranks):
     check_outcomes([r[0] for r in results], "ValueError", "low-latency")
     check_outcomes([r[1] for r in results], "NotImplementedError", "create_graph")
     check_outcomes([r[2] for r in results], "EpMismatch", "compute_dtype")
+
+
+@pytest.mark.parametrize("where, error, text", [("forward", "TypeError", "x"),
+                                                ("between", "MemoryError", "no memory"),
+                                                ("backward", "RuntimeError", "inplace operation")])
+def test_fp8_training_error_of_one_rank_reaches_all(ranks, monkeypatch, where, error, text):
+    """A rank raises before dispatch, between it and combine, or in its backward.  The next step is right."""
+    here, quantised = threading.local(), fp8_training._quantized_activation
+
+    def fails(h, offsets, kernel):
+        if getattr(here, "fails", False):
+            raise MemoryError("no memory")
+        return quantised(h, offsets, kernel)
+
+    monkeypatch.setattr(fp8_training, "_quantized_activation", fails)
+
+    def run(world, device):
+        moe = make(world, device)
+        (x, idx, weight, dy), mine = inputs(world, device)
+        x, idx, weight, dy = (t[mine].contiguous() for t in (x, idx, weight, dy))
+        wanted = step(moe, x, idx, weight, dy)
+        is_wrong = world.rank == world.size - 1
+
+        def wrong():
+            here.fails = is_wrong and where == "between"
+            leaf = x.float() if is_wrong and where == "forward" else x.clone()
+            y = moe(leaf.requires_grad_(), idx, weight)
+            if is_wrong and where == "backward":
+                with torch.no_grad():
+                    moe.down_proj.mul_(1)
+            y.backward(dy)
+
+        got = outcome(wrong, moe.layer)
+        here.fails = False
+        again = step(moe, x, idx, weight, dy)
+        moe.layer.synchronize()
+        moe.finalize()
+        return got, wanted, again
+
+    results = ranks(run, world_size=2, at_least=2)
+    last = len(results) - 1
+    check_outcomes([r[0] for r in results], ["PeerError"] * last + [error], text, on_rank=last,
+                   elsewhere=(f"rank {last}",))
+    for _, wanted, again in results:
+        for a, b in zip(wanted, again, strict=True):
+            same_bits(a, b, "a result")

@@ -95,7 +95,8 @@ class QuantizedWeight:
 
     A change is seen by torch's version of the tensor, which every operation in place increases, and by each
     step of an optimizer of torch, because optimizers may write through `.data`, which torch does not count.
-    Who writes through `.data` in another way calls forget().
+    Who writes through `.data` in another way calls forget().  A CUDA graph quantises in each replay, because
+    the weight may change between replays.
     """
 
     def __init__(self) -> None:
@@ -107,6 +108,8 @@ class QuantizedWeight:
 
         is_sharded: FSDP gathers the weight for each forward, and hides its changes.
         """
+        if p.is_cuda and torch.cuda.is_current_stream_capturing():
+            return quantize_fp8_weight_pair(p)
         key = p.data_ptr(), p._version, _num_steps
         if self._pair is None or key != self._key or is_sharded:
             self._pair = None  # frees the old ones first
