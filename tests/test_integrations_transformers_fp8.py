@@ -79,3 +79,25 @@ def test_transformers_experts_are_quantised():
 def test_transformers_fp8_experts_with_other_scales_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         epmoe.EPMoE.from_experts(fp8_experts(1, **options))
+
+
+def test_transformers_experts_train_with_products_in_fp8():
+    config = MixtralConfig(hidden_size=128, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(3)
+    experts = MixtralExperts(config).bfloat16()
+    for p in experts.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    plain = epmoe.EPMoE.from_experts(experts, max_tokens=8)
+    model = spread_experts(torch.nn.ModuleList([experts]), max_tokens=8, compute_dtype=E4M3)
+    assert "products in FP8" in repr(model[0])
+    g = generator(7)
+    x, dy = (torch.randn(5, 128, generator=g).bfloat16() for _ in range(2))
+    weight, idx = torch.rand(5, 2, generator=g), torch.rand(5, 4, generator=g).topk(2).indices
+    results = []
+    for moe in (model[0], plain):
+        leaf = x.clone().requires_grad_()
+        y = moe(leaf, idx, weight)
+        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *moe.parameters()], dy)])
+        moe.finalize()
+    for a, b in zip(*results, strict=True):
+        assert 0 < (a.float() - b.float()).norm() < 0.15 * b.float().norm()

@@ -1050,7 +1050,7 @@ class EPMoE(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes for the module's repr."""
         layer = self.layer
+        eight = "weights in FP8, " if self.is_fp8 else "products in FP8, " if self.computes_fp8 else ""
         return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
                 f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
-                f"activation={self.activation}, {'weights in FP8, ' if self.is_fp8 else ''}"
-                f"rank={layer.rank} of {layer.world_size}")
+                f"activation={self.activation}, {eight}rank={layer.rank} of {layer.world_size}")
