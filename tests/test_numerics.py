@@ -105,13 +105,14 @@ def test_numerics_do_not_depend_on_the_number_of_ranks(ranks, options, dtype):
             same_bits(a, b, f"result {i}")
 
 
-@pytest.mark.parametrize("weight_dtype", [None, torch.float8_e4m3fn], ids=str)
-def test_numerics_do_not_depend_on_the_placement(ranks, weight_dtype):
+@pytest.mark.parametrize("options", [{}, {"weight_dtype": torch.float8_e4m3fn},
+                                     {"compute_dtype": torch.float8_e4m3fn}], ids=str)
+def test_numerics_do_not_depend_on_the_placement(ranks, options):
     """With rank_invariant, replicas and other places of experts change no bit."""
 
     def run(world, device):
-        moe = epmoe.EPMoE(128, 128, E, K, world, max_tokens=T, weight_dtype=weight_dtype, device=device,
-                          rank_invariant=True, num_physical=4 * E)
+        moe = epmoe.EPMoE(128, 128, E, K, world, max_tokens=T, device=device, rank_invariant=True,
+                          num_physical=4 * E, **options)
         moe.requires_grad_(False)
         g = torch.Generator().manual_seed(world.rank)
         x = torch.randn(T, 128, generator=g).to(device, moe.layer.dtype)

@@ -20,6 +20,8 @@ Weights are quantised when they have changed: see QuantizedWeight.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,7 +102,8 @@ class QuantizedWeight:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[int, ...] = ()
+        self._of: Callable[[], Tensor | None] = lambda: None  # a weak reference to the weight
+        self._version: tuple[int, int] | None = None
         self._pair: Pair | None = None
 
     def of(self, p: Tensor, is_sharded: bool) -> Pair:
@@ -110,10 +113,10 @@ class QuantizedWeight:
         """
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             return quantize_fp8_weight_pair(p)
-        key = p.data_ptr(), p._version, _num_steps
-        if self._pair is None or key != self._key or is_sharded:
+        version = p._version, _num_steps
+        if self._pair is None or self._of() is not p or version != self._version or is_sharded:
             self._pair = None  # frees the old ones first
-            self._pair, self._key = quantize_fp8_weight_pair(p), key
+            self._pair, self._of, self._version = quantize_fp8_weight_pair(p), weakref.ref(p), version
         return self._pair
 
     def forget(self) -> None:
@@ -167,7 +170,7 @@ def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_wei
     with reporting(layer, _C.OP_DISPATCH, layout.buffer, layout.plan, num_rows < 0):
         with torch.no_grad():
             up, down = moe._quantized["gate_up_proj"], moe._quantized["down_proj"]
-            pairs = up.of(parameters[0], moe._is_sharded), down.of(parameters[2], moe._is_sharded)
+            pairs = up.of(moe.gate_up_proj, moe._is_sharded), down.of(moe.down_proj, moe._is_sharded)
         if requires_grad(x, weight, *parameters):
             return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel,
                                      moe.wgrad_dtype != E4M3), layout
