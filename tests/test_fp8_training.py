@@ -107,8 +107,8 @@ def test_fp8_training_gradients_of_other_data(ranks, data, bound):
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"capacity": 8 * T * K}, {"fused": True},
-                                     {"fused": False}, {"combine_mode": "gather",
-                                                        "enable_local_combine": False}], ids=str)
+                                     {"fused": False}, {"rank_invariant": True},
+                                     {"combine_mode": "gather", "enable_local_combine": False}], ids=str)
 def test_fp8_training_options(ranks, options):
     assert max(errors(run_step(ranks, **options))) < 0.1
 
@@ -160,6 +160,25 @@ def test_fp8_training_infers_as_it_trains(ranks):
         for a, b in pairs:
             same_bits(a, b, "a result")
         assert promised.trains_as_it_infers and promised.batch_invariant
+
+
+def test_fp8_training_scales_gradients(ranks):
+    """gradient_scale, which prepare_ddp sets: a power of two changes no other bit of a gradient."""
+
+    def run(world, device):
+        everything, mine = inputs(world, device)
+        part = [t[mine].contiguous() for t in everything]
+        moe = make(world, device)
+        plain = step(moe, *part)
+        moe.gradient_scale = 0.5
+        scaled = step(moe, *part)
+        moe.layer.synchronize()
+        moe.finalize()
+        return plain, scaled
+
+    for plain, scaled in ranks(run):
+        for i, (a, b) in enumerate(zip(plain, scaled, strict=True)):
+            same_bits(a * 0.5 if i > 2 else a, b, f"result {i}")
 
 
 @pytest.mark.parametrize("wgrad_dtype", [None, torch.bfloat16], ids=str)

@@ -9,11 +9,12 @@ gradients of the output, are quantised at their rank and travel in FP8; combine 
                 a @ down.T + bias                        combine
     backward    g @ down; g = dispatch of dy             gradient of the activation; dots
                 d_h @ gate_up                            combine of dx, and of dots to the tokens
-                d_down = g.T @ weighted                  sums in float32
-                d_gate_up = d_h.T @ rows                 sums in float32
+                d_down = g.T @ weighted
+                d_gate_up = d_h.T @ rows
 
-The products are all kernels of the forward GEMM but the last two, whose operands are transposed first
-(gemm/wgrad_fp8.py).  For the backward the rows are kept in FP8, and gate and up in 16 bits.
+The first four products are those of the forward GEMM.  The operands of the last two are transposed first,
+and the tensor cores add up all rows of an expert (gemm/wgrad_fp8.py).  For the backward the rows are kept in
+FP8, and gate and up in 16 bits.
 
 Weights are quantised when they have changed: see QuantizedWeight.
 """

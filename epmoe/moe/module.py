@@ -969,7 +969,6 @@ class EPMoE(nn.Module):
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, metadata: StateDict, strict: bool,
                               missing: list[str], unexpected: list[str], errors: list[str]) -> None:
-        self.requantize()
         before = len(errors), len(missing), len(unexpected)
         with checkpoint.Staged(self) as staged:
             left, loaded = checkpoint.load_experts(self, state_dict, prefix, missing, errors)

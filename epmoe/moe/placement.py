@@ -413,4 +413,3 @@ def set_expert_map(moe: EPMoE, expert_map: ExpertMap | None) -> None:
                              f"numbers of tokens of all ranks, and pass the same map on all")
     if holds != moe._holds:
         _move(moe, world, _sources(moe, holds), lambda: moe._use_map(expert_map, holds))
-        moe.requantize()
