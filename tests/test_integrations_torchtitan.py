@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 import epmoe
 import frameworks
@@ -26,6 +27,7 @@ from rank_processes import run
 pytestmark = [pytest.mark.cpu_only, pytest.mark.long]
 NUM_RANKS = 4
 OVERRIDE = "epmoe.integrations.torchtitan.token_dispatcher"
+EXPERTS = "epmoe.integrations.torchtitan.grouped_experts"
 D, F, E = 32, 48, 8
 
 
@@ -39,12 +41,14 @@ class Case:
     options: tuple = ()  # of the override
     checkpoint: str | None = None
     pad: int | None = None
+    experts: tuple = ()  # the options of the override for FP8, if it is there
 
     def __str__(self):
         return "-".join(str(v).removeprefix("torch.") for v in dataclasses.astuple(self))
 
 
 SIZES = (("max_tokens", 16), ("hidden", D), ("dtype", "float32"))
+FP8 = {"dtype": torch.bfloat16, "experts": (("compute_dtype", "float8_e4m3fn"),)}
 CASES = [
     *(Case(ep=ep, dtype=dtype) for ep in (1, 2, 4) for dtype in (torch.float32, torch.bfloat16)),
     Case(ep=2, tokens=(3, 11, 0, 7)), Case(tokens=(5, 0, 12, 1)), Case(tokens=(0, 0, 0, 0)),
@@ -52,6 +56,8 @@ CASES = [
     Case(options=SIZES), Case(backend="deepep", options=SIZES), Case(backend="hybridep"),
     Case(ep=2, checkpoint="full", tokens=(3, 11, 0, 7)), Case(checkpoint="selective"),
     Case(checkpoint="epmoe"), Case(ep=1, pad=16), Case(ep=4, pad=16), Case(ep=2, pad=32, tokens=(3, 0, 0, 7)),
+    Case(**FP8), Case(ep=1, checkpoint="epmoe", **FP8), Case(ep=2, pad=16, tokens=(3, 11, 0, 7), **FP8),
+    Case(**FP8 | {"experts": (*FP8["experts"], ("wgrad_dtype", "bfloat16"))}),
 ]
 
 
@@ -85,7 +91,8 @@ def build(case, dims, with_epmoe):
 
     config = config_of(case, with_epmoe)
     if with_epmoe:
-        apply_overrides(OverrideConfig(imports=[(OVERRIDE, dict(case.options))]), config)
+        experts = [(EXPERTS, dict(case.experts))] if case.experts else []
+        apply_overrides(OverrideConfig(imports=[(OVERRIDE, dict(case.options)), *experts]), config)
     torch.manual_seed(0)
     moe = config.build()
     moe.parallelize(dims)
@@ -197,7 +204,25 @@ def compiled(rank, dims):
     try:
         step_of(late, x, scores, ids)
     except Exception as error:  # dynamo wraps it
-        return str(error)
+        message = str(error)
+    return message, experts_compiled(rank, dims)
+
+
+def experts_compiled(rank, dims):
+    """The experts in FP8 with DTensors, eager and compiled without a graph break: the results of both."""
+    experts, mesh = build(Case(**FP8), dims, True).routed_experts.inner_experts, dims.get_optional_mesh("ep")
+    for name, p in list(experts.named_parameters()):
+        shard = DTensor.from_local(p.detach().bfloat16(), mesh, [Shard(0)])
+        setattr(experts, name, torch.nn.Parameter(shard))
+    torch.manual_seed(rank)
+    x, counts, results = torch.randn(9, D).bfloat16(), torch.tensor([5, 4]), []
+    for call in (experts, torch.compile(experts, backend="aot_eager", fullgraph=True, dynamic=True)):
+        rows = x.clone().requires_grad_()
+        y = call(rows, counts)
+        y.square().sum().backward()
+        results.append([y.detach(), rows.grad, *(p.grad.to_local().clone() for p in experts.parameters())])
+        experts.zero_grad()
+    return results
 
 
 def uneven_all_to_all(outputs, inputs, group):
@@ -244,7 +269,13 @@ def test_integrations_torchtitan_equals_its_own_dispatcher(results, case):
             assert got.dtype == wanted.dtype and got.shape == wanted.shape
             # The sum of two numbers has one order. The GEMMs of padded rows sum more numbers.
             exact = case.dtype == torch.float32
-            if exact and case.topk == 2 and not (case.pad and name not in "yx"):
+            if case.experts:
+                # The loss is y squared, so gradients have the error of y too. In those of the router,
+                # numbers cancel.
+                bound = (0.4 if "router" in name else 0.2) * wanted.float().norm()
+                assert (got.float() - wanted.float()).norm() <= bound, (rank, name)
+                assert name != "y" or not case.tokens[rank] or not torch.equal(got, wanted)
+            elif exact and case.topk == 2 and not (case.pad and name not in "yx"):
                 assert torch.equal(got, wanted), (rank, name)
             else:
                 scale = max([1e-30, *wanted.float().abs().flatten().tolist()])
@@ -289,7 +320,9 @@ def test_integrations_torchtitan_mistakes_are_errors_on_all_ranks(results):
 
 def test_integrations_torchtitan_compiles(results):
     for of_rank in results:
-        assert "set max_tokens, hidden and dtype in the override" in of_rank["compiled"]
+        message, (eager, compiled) = of_rank["compiled"]
+        assert "set max_tokens, hidden and dtype in the override" in message
+        assert all(map(torch.equal, eager, compiled))
 
 
 def test_integrations_torchtitan_page_runs(tmp_path):
@@ -319,9 +352,26 @@ def test_integrations_layers_examples_run():
 
 def _refusals(rank, world_size):
     frameworks.add_to_path()
+    from torchtitan.components.quantization import float8, mx
+    from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher, HybridEPTokenDispatcher
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-    from epmoe.integrations.torchtitan import EpmoeTokenDispatcher, token_dispatcher
+    from epmoe.integrations.torchtitan import (EpmoeGroupedExperts, EpmoeTokenDispatcher, grouped_experts,
+                                               token_dispatcher)
+
+    class Swapped(torch.Tensor):
+        """As torchao's subclasses of Tensor are."""
+
+    def experts_of(cls, **options):
+        return grouped_experts(cls.Config(dim=D, hidden_dim=F, num_experts=1),
+                               **{"compute_dtype": "float8_e4m3fn"} | options)
+
+    def swapped():
+        experts = EpmoeGroupedExperts.Config(dim=D, hidden_dim=F, num_experts=1,
+                                             compute_dtype=torch.float8_e4m3fn).build()
+        experts.w2_EDF = torch.nn.Parameter(experts.w2_EDF.detach().as_subclass(Swapped))
+        experts(torch.ones(2, D), torch.tensor([2]))
 
     sizes = dict(num_experts=E, top_k=2)
     found = []
@@ -329,10 +379,16 @@ def _refusals(rank, world_size):
                  lambda: token_dispatcher(HybridEPTokenDispatcher.Config(**sizes,
                                                                          non_blocking_capacity_factor=1.0)),
                  lambda: token_dispatcher(HybridEPTokenDispatcher.Config(**sizes), dtype="bf16"),
-                 lambda: EpmoeTokenDispatcher.Config(**sizes, pad_multiple=0).build()):
+                 lambda: EpmoeTokenDispatcher.Config(**sizes, pad_multiple=0).build(),
+                 lambda: experts_of(float8._get_float8_grouped_experts_cls(GroupedExperts)),
+                 lambda: experts_of(mx._get_mxfp8_grouped_experts_cls(GroupedExperts)),
+                 lambda: experts_of(GptOssGroupedExperts), swapped,
+                 lambda: experts_of(GroupedExperts, compute_dtype="fp8"),
+                 lambda: experts_of(GroupedExperts, compute_dtype="float8_e5m2").build(),
+                 lambda: experts_of(GroupedExperts, wgrad_dtype="float16").build()):
         try:
             make()
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             found.append(str(error))
     return found
 
@@ -340,7 +396,13 @@ def _refusals(rank, world_size):
 def test_integrations_torchtitan_refuses_what_it_does_not_have():
     frameworks.need("torchtitan")
     found = process_ranks(_refusals, 1, backend=None)[0]
-    texts = "no cudagraphable", "no non_blocking_capacity_factor", "dtype 'bf16'", "pad_multiple 0"
+    texts = ("no cudagraphable", "no non_blocking_capacity_factor", "dtype 'bf16'", "pad_multiple 0",
+             "leave Float8GroupedExpertsConverter out", "leave MXFP8GroupedExpertsConverter out",
+             "GptOssGroupedExperts: epmoe has products in FP8 for torchtitan's GroupedExperts",
+             "w2_EDF is a Swapped: a converter of quantised experts has swapped the parameters",
+             "compute_dtype 'fp8': must be the name of a dtype",
+             "compute_dtype torch.float8_e5m2: must be torch.float8_e4m3fn",
+             "wgrad_dtype torch.float16: must be torch.bfloat16, or None")
     assert all(text in message for text, message in zip(texts, found, strict=True))
 
 

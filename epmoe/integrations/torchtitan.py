@@ -3,7 +3,8 @@
     torchtitan_train ... --override.imports epmoe.integrations.torchtitan.token_dispatcher
 
 That is torchtitan's own mechanism of overrides; nothing is patched.  It works with any moe_comm_backend of
-the model, with or without expert parallelism, and with the padding of quantised experts.
+the model, with or without expert parallelism, and with the padding of quantised experts.  Another override,
+grouped_experts, trains the experts with products in FP8.
 
 It needs torchtitan 0.3.
 """
@@ -11,23 +12,38 @@ It needs torchtitan 0.3.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 try:
     from torchtitan.config import derive, override
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 except ImportError as error:
     raise ImportError(f"epmoe.integrations.torchtitan needs torchtitan 0.3: {error}") from error
 
 from ..comm.device import pick_device
+from ..moe.fp8_rows import experts_fp8
+from ..moe.fp8_training import E4M3, check_compute_dtype
 from . import layers
 from .layers import check_methods
 
-__all__ = ["EpmoeSelectiveAC", "EpmoeTokenDispatcher", "selective_ac", "token_dispatcher"]
+__all__ = ["EpmoeGroupedExperts", "EpmoeSelectiveAC", "EpmoeTokenDispatcher", "grouped_experts",
+           "selective_ac", "token_dispatcher"]
 
 check_methods("torchtitan", BaseEPTokenDispatcher,
               wire_meshes="self ep_mesh", init_buffer="self", combine="self routed_output_RD metadata x_TD",
               dispatch="self x_TD topk_scores_TK topk_expert_ids_TK num_local_tokens_per_expert_E")
+check_methods("torchtitan", GroupedExperts, forward="self x_RD num_tokens_per_expert_E")
+
+
+def _dtype_of(name, value):
+    """Return a dtype of torch, of which value is the name, or None."""
+    found = value if value is None else getattr(torch, str(value).removeprefix("torch."), None)
+    if value is not None and not isinstance(found, torch.dtype):
+        raise ValueError(f"{name} {value!r}: must be the name of a dtype of torch, for example bfloat16")
+    return found
 
 
 class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
@@ -195,13 +211,127 @@ def token_dispatcher(config, *, max_tokens=None, hidden=None, dtype=None):
         if getattr(config, name, None):
             raise ValueError(f"epmoe's token dispatcher has no {name}: leave it out of the model's "
                              f"configuration")
-    given = {"num_max_tokens_per_rank": max_tokens, "hidden_dim": hidden}
-    if dtype is not None:
-        given["dtype"] = getattr(torch, str(dtype).removeprefix("torch."), None)
-        if not isinstance(given["dtype"], torch.dtype):
-            raise ValueError(f"dtype {dtype!r}: must be the name of a dtype of torch, for example bfloat16")
+    given = {"num_max_tokens_per_rank": max_tokens, "hidden_dim": hidden, "dtype": _dtype_of("dtype", dtype)}
     return derive(config, EpmoeTokenDispatcher.Config,
                   **{name: value for name, value in given.items() if value is not None})
+
+
+# ---- experts in FP8 ----
+
+
+class EpmoeGroupedExperts(GroupedExperts):
+    """torchtitan's GroupedExperts with products in FP8, forward and backward.
+
+    Parameters, their names, sharding and checkpoints are those of GroupedExperts.  The recipe is that of
+    EPMoE(compute_dtype=torch.float8_e4m3fn), and so are the bits of the same rows.  The weights are quantised
+    in each forward.  It needs neither torchao nor padded rows, and takes them as they are.
+
+    Fields of Config: those of GroupedExperts (dim, hidden_dim, num_experts), and
+
+    - compute_dtype: torch.float8_e4m3fn, the dtype of the operands of all products.
+    - wgrad_dtype: torch.bfloat16 for gradients of the weights in 16 bits, or None: compute_dtype.
+
+    Args:
+        config: A Config.
+
+    Raises:
+        TypeError: For another compute_dtype or wgrad_dtype.
+        ValueError: For a dim or hidden_dim that is not a multiple of 16.
+
+    Examples:
+        >>> config = EpmoeGroupedExperts.Config(dim=16, hidden_dim=32, num_experts=2,
+        ...                                     compute_dtype=torch.float8_e4m3fn)
+        >>> experts = config.build()
+        >>> for p in experts.parameters():
+        ...     _ = torch.nn.init.ones_(p)
+        >>> experts(torch.ones(3, 16), torch.tensor([1, 2])).shape
+        torch.Size([3, 16])
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        compute_dtype: torch.dtype
+        wgrad_dtype: torch.dtype | None = None
+
+    def __init__(self, config):
+        if config.compute_dtype != E4M3:
+            raise TypeError(f"compute_dtype {config.compute_dtype}: must be torch.float8_e4m3fn; for experts "
+                            f"in 16 bits leave grouped_experts out of the overrides")
+        check_compute_dtype(E4M3, torch.bfloat16, torch.bfloat16, config.dim, config.hidden_dim, True,
+                            config.wgrad_dtype)
+        super().__init__(config)
+        self.wgrad_dtype = config.wgrad_dtype
+
+    def _weight(self, name):
+        p = getattr(self, name)
+        p = p.to_local() if isinstance(p, DTensor) else p
+        if type(p) not in (torch.Tensor, torch.nn.Parameter):
+            raise ValueError(f"{name} is a {type(p).__name__}: a converter of quantised experts has swapped "
+                             f"the parameters; leave Float8GroupedExpertsConverter and torchao's quantize_ "
+                             f"out, or epmoe's override grouped_experts")
+        return p.bfloat16()
+
+    def forward(self, x_RD, num_tokens_per_expert_E):
+        """Compute the experts of rows that are grouped by expert.
+
+        Args:
+            x_RD: [R, H]; computed in bfloat16, as by GroupedExperts.
+            num_tokens_per_expert_E: [L] integers: the rows of each expert.  There may be more rows.
+
+        Returns:
+            [R, H] of the dtype of x_RD.  Rows after those of the last expert are undefined.
+
+        Raises:
+            ValueError: For parameters that a converter has swapped, and for shards of tensor parallelism
+                with sizes that are not multiples of 16.
+
+        Examples:
+            See the class.
+        """
+        gate, down, up = map(self._weight, ("w1_EFD", "w2_EDF", "w3_EFD"))
+        offsets = F.pad(num_tokens_per_expert_E.cumsum(0, dtype=torch.int32), (1, 0))
+        y = experts_fp8(x_RD.bfloat16(), torch.cat([gate, up], 1), down, offsets,
+                        wgrad_dtype=self.wgrad_dtype)
+        return y.type_as(x_RD)
+
+
+@override(target=GroupedExperts.Config, description="experts with epmoe's products in FP8")
+def grouped_experts(config, *, compute_dtype, wgrad_dtype=None):
+    """Replace the configuration of torchtitan's GroupedExperts by that of EpmoeGroupedExperts.
+
+        --override.imports epmoe.integrations.torchtitan.token_dispatcher
+        'epmoe.integrations.torchtitan.grouped_experts={"compute_dtype": "float8_e4m3fn"}'
+
+    It takes the place of torchtitan's converter for FP8 experts, Float8GroupedExpertsConverter.
+
+    Args:
+        config: The configuration that is replaced.
+        compute_dtype: "float8_e4m3fn".
+        wgrad_dtype: "bfloat16" for gradients of the weights in 16 bits, or None.
+
+    Returns:
+        An EpmoeGroupedExperts.Config.
+
+    Raises:
+        ValueError: For experts that a converter of torchtitan has quantised already, for those of another
+            class than GroupedExperts, as GPT-OSS has them, and for a dtype that torch does not have.
+
+    Examples:
+        >>> config = GroupedExperts.Config(dim=16, hidden_dim=32, num_experts=2)
+        >>> grouped_experts(config, compute_dtype="float8_e4m3fn").compute_dtype
+        torch.float8_e4m3fn
+    """
+    if type(config) is not GroupedExperts.Config:
+        name = type(config)._owner.__name__
+        for kind in "Float8", "MXFP8":
+            if name.startswith(kind):
+                raise ValueError(f"{name}: torchtitan's converter has quantised the experts already: leave "
+                                 f"{kind}GroupedExpertsConverter out of the model's converters, or "
+                                 f"epmoe's override grouped_experts")
+        raise ValueError(f"{name}: epmoe has products in FP8 for torchtitan's GroupedExperts (SwiGLU without "
+                         f"biases): leave grouped_experts out of the overrides of this model")
+    return derive(config, EpmoeGroupedExperts.Config, compute_dtype=_dtype_of("compute_dtype", compute_dtype),
+                  wgrad_dtype=_dtype_of("wgrad_dtype", wgrad_dtype))
 
 
 # ---- selective activation checkpointing ----

@@ -45,6 +45,7 @@ from .experts import Weights, as_float32, expert_of_row
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
     from .module import EPMoE
+    from .weights import WeightFormat
 
 E4M3 = torch.float8_e4m3fn
 NO_COPIES = "token_saving=False with compute_dtype in FP8: leave token_saving out"
@@ -59,9 +60,10 @@ def _after_step(*_: Any) -> None:
     _num_steps += 1
 
 
-def check_compute_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype, weight_dtype: torch.dtype,
-                        hidden: int, inner: int, token_saving: bool, wgrad_dtype: torch.dtype | None) -> bool:
+def check_compute_dtype(compute_dtype: torch.dtype | None, format: WeightFormat, hidden: int, inner: int,
+                        token_saving: bool, wgrad_dtype: torch.dtype | None) -> bool:
     """Return whether products are in FP8, or raise for what EPMoE does not have."""
+    dtype = format.dtype
     if compute_dtype in (None, dtype):
         if wgrad_dtype not in (None, dtype):
             raise ValueError(f"wgrad_dtype {wgrad_dtype}: is for compute_dtype=torch.float8_e4m3fn")
@@ -71,9 +73,10 @@ def check_compute_dtype(compute_dtype: torch.dtype | None, dtype: torch.dtype, w
                         f"{dtype}")
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype {dtype} with compute_dtype in FP8: must be torch.bfloat16 or torch.float16")
-    if weight_dtype == E4M3:
-        raise ValueError("weight_dtype and compute_dtype in FP8: weights of a checkpoint in FP8 have no "
-                         "gradients: leave compute_dtype out, or weight_dtype for training")
+    if not format.has_gradients:
+        raise ValueError(f"weight_dtype {format.weight_dtype} and compute_dtype in FP8: weights of a "
+                         f"checkpoint in {format.title} have no gradients: leave compute_dtype out, or "
+                         f"weight_dtype for training")
     if wgrad_dtype not in (None, E4M3, dtype):
         raise TypeError(f"wgrad_dtype {wgrad_dtype}: must be {dtype}, or None: torch.float8_e4m3fn")
     for name, size in (("hidden", hidden), ("inner", inner)):
@@ -107,17 +110,19 @@ class QuantizedWeight:
         self._version: tuple[int, int] | None = None
         self._pair: Pair | None = None
 
-    def of(self, p: Tensor, is_sharded: bool) -> Pair:
+    def of(self, p: Tensor, is_sharded: bool, shape: tuple[int, ...] | None = None) -> Pair:
         """Return q [L, N, K], scales, q transposed [L, K, N], and its scales.
 
         is_sharded: FSDP gathers the weight for each forward, and hides its changes.
+        shape: L, N, K, if the weight has another shape.
         """
+        weights = p if shape is None else p.detach().view(shape)
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
-            return quantize_fp8_weight_pair(p)
+            return quantize_fp8_weight_pair(weights)
         version = p._version, _num_steps
         if self._pair is None or self._of() is not p or version != self._version or is_sharded:
             self._pair = None  # frees the old ones first
-            self._pair, self._of, self._version = quantize_fp8_weight_pair(p), weakref.ref(p), version
+            self._pair, self._of, self._version = quantize_fp8_weight_pair(weights), weakref.ref(p), version
         return self._pair
 
     def forget(self) -> None:
@@ -130,7 +135,7 @@ class QuantizedWeight:
         return QuantizedWeight, ()
 
 
-class _Fp8Factors(Factors):
+class Fp8Factors(Factors):
     """The factors of a gradient in FP8.  tensors: a, b, the offsets, and the scales of a and b."""
 
     def __init__(self, *tensors: Tensor, dtype: torch.dtype) -> None:
@@ -300,7 +305,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
             d_down = gradient_of(deferred_down, g16, weighted, offsets)
         elif of_down:
             weighted8, weighted_scale = quantize_fp8(weighted, num_rows=num_rows, pow2=True)
-            d_down = gradient_of_factors(deferred_down, _Fp8Factors(
+            d_down = gradient_of_factors(deferred_down, Fp8Factors(
                 g, weighted8, offsets, g_scale, weighted_scale, dtype=down.dtype))
         if of_down_bias:
             d_down_bias = torch.ops.epmoe.sum_of_rows(g16, row_weight, offsets).to(down_bias.dtype)
@@ -310,7 +315,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
     if of_gate_up and ctx.wgrad_in_16_bits:
         d_gate_up = gradient_of(deferred_up, d_h, dequantized(rows, row_scale, dtype), offsets)
     elif of_gate_up:
-        d_gate_up = gradient_of_factors(deferred_up, _Fp8Factors(
+        d_gate_up = gradient_of_factors(deferred_up, Fp8Factors(
             d_h8, rows, offsets, d_h_scale, row_scale, dtype=gate_up.dtype))
     if of_gate_up_bias:
         d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
