@@ -7,6 +7,7 @@
 #define EP_BACKEND_H
 #include "epmoe.h"
 #include "protocol/activation.h"
+#include "protocol/four_bit.h"
 #include "protocol/low_latency.h"
 #include "protocol/params.h"
 #include "protocol/wgrad_fp8.h"
@@ -67,8 +68,10 @@ typedef struct {
     /* The operations that only their stream orders. */
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
-    /* scales: NULL, or those of numbers in FP8, which ep_multiplies tells whether the backend has */
-    int (*gemm)(int device, const EpGemmParams *p, const EpGemmScales *scales, void *stream);
+    /* scales: NULL, or those of numbers in FP8, which ep_multiplies tells whether the backend has. four_bit:
+     * NULL, or how the weights have 4 bits, in a FORWARD of rows in 16 bits. */
+    int (*gemm)(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
+                void *stream);
     int (*activation)(int device, const EpActivationParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
     int (*transpose)(int device, const EpTransposeParams *p, void *stream);

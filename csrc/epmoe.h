@@ -238,7 +238,7 @@ uint32_t ep_layer_unread_rows(const EpShape *shape);
 typedef struct {
     uint32_t n, k;
     uint32_t columns; /* rows of the gate and up weights; 0 for the second product in FP8 */
-    bool is_fp8, trains;
+    bool is_fp8, has_four_bits, trains;
     bool has_split_gates; /* gates in front of ups, in an activation that multiplies them */
 } EpProduct;
 bool ep_layer_fuses(const EpLayerConfig *config, bool has_kernels, const EpProduct *product);
@@ -339,7 +339,7 @@ typedef struct {
 /* What a device can do. The runtime is asked once in a process for each device. */
 int ep_device_query(int device, EpDevice *out);
 
-/* ---- grouped GEMM: local to a rank; on the CPU of bf16 and f16, without scales ---- */
+/* ---- grouped GEMM: local to a rank; on the CPU with rows of bf16 and f16 ---- */
 
 /* The operands. protocol/gemm_params.h lists the kinds and the activations. */
 typedef struct {
@@ -354,6 +354,10 @@ typedef struct {
     /* NULL; or the GEMM is of FP8: a and b are u8, the bytes of e4m3 numbers, and these are their scales: f32
      * [M][K / 128] and [L][N / 128][K / 128], rounded up, of any strides. */
     const EpTensor *a_scale, *b_scale;
+    /* b_scale without a_scale: a FORWARD with weights of 4 bits, and rows of 16 bits. b is u8 [L][N][K / 2];
+     * the scales are u8 (MXFP4) or of the rows' dtype (INT4), as protocol/four_bit.h has them; b_zero is NULL
+     * or u8, as the scales. protocol/four_bit.h has the layout. */
+    const EpTensor *b_zero;
     /* CUDA: i64 [1], 0 before and after the launch, and of no launch that overlaps with this one. NULL: the
      * counter that the library has for the stream. */
     const EpTensor *tile_counter;

@@ -260,8 +260,12 @@ class _Experts(NamedTuple):
     weight: Tensor
     gate_up: Tensor
     gate_up_bias: Tensor | None
+    gate_up_scale: Tensor | None
+    gate_up_zero: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    down_scale: Tensor | None
+    down_zero: Tensor | None
     plan: Tensor
     recv: Tensor
     rows: Tensor
@@ -313,8 +317,12 @@ class _LlExperts(NamedTuple):
     weight: Tensor
     gate_up: Tensor
     gate_up_bias: Tensor | None
+    gate_up_scale: Tensor | None
+    gate_up_zero: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    down_scale: Tensor | None
+    down_zero: Tensor | None
     handle: Tensor
     rows: Tensor
     counts: Tensor
@@ -351,7 +359,8 @@ def device_query(device: int, /) -> tuple[int, int, int, bool]: ...  # epmoe.com
 
 def gemm_has_counter(tensor: Tensor, /) -> bool: ...  # for the current stream of the tensor's device
 
-# See csrc/protocol/gemm_params.h.  With scales a and b are uint8, the bytes of FP8 numbers, on a CUDA device.
+# See csrc/protocol/gemm_params.h.  With both scales a and b are uint8, the bytes of FP8 numbers, on a CUDA
+# device.  With b_scale alone b has 4 bits, see csrc/protocol/four_bit.h.
 def grouped_gemm(
     kind: int,
     activation: int,
@@ -367,6 +376,7 @@ def grouped_gemm(
     portable: bool,
     a_scale: Tensor | None,
     b_scale: Tensor | None,
+    b_zero: Tensor | None,
     /,
 ) -> None: ...
 

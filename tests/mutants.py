@@ -102,6 +102,7 @@ CONCERN = {
     "epmoe/gemm/quantize.py": "fp8 fp8_quantize",
     "epmoe/gemm/wgrad_fp8.py": "fp8_wgrad fp8_training",
     "epmoe/moe/fp8_training.py": "fp8_training",
+    "epmoe/moe/fp8_rows.py": "fp8_rows",
     "epmoe/gemm/weight_gradients.py": "moe_weight_gradients gemm_products gemm_accumulate",
 }
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "+": "-",

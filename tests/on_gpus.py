@@ -54,8 +54,8 @@ MPS = "nvidia-cuda-mps-control"
 
 # The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
 PARTS = {
-    "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak",
-             "import", "install", "limits"),
+    "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "four", "build", "env", "bench", "fuzz",
+             "soak", "import", "install", "limits"),
     "layer": ("layer", "moe", "numerics", "examples", "integrations", "expert", "shards", "tuning"),
     "errors": ("errors", "written"),
     "fused": ("fused", "low", "fp8", "activation", "experts"),

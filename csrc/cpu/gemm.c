@@ -57,6 +57,7 @@ static const Loops *choose_loops(void) {
 
 typedef struct {
     const EpGemmParams *p;
+    const EpFourBit *four_bit; /* NULL, or how the weights have 4 bits */
     const Loops *loop;
     uint32_t dtype;           /* of a, b, bias and out */
     uint32_t padded;          /* K, rounded up to a multiple of VECTOR */
@@ -85,6 +86,25 @@ static void store_row(const Work *g, uint32_t expert, uint32_t row, float *y) {
     g->loop->store(p->out, g->dtype, (uint64_t)row * num, y, num);
 }
 
+/* Expand a row of weights of 4 bits: each rounded to dtype, as float32. */
+static void expand(const Work *g, uint32_t expert, uint32_t n, float *to) {
+    const EpGemmParams *p = g->p;
+    const EpFourBit *w = g->four_bit;
+    const uint8_t *codes = (const uint8_t *)p->b + (uint64_t)expert * p->n * (p->k / 2);
+    for (uint32_t k = 0; k < p->k; k++) {
+        const uint64_t group = ep_four_bit_scale(w, p->n, p->k, expert, n, k);
+        const uint32_t code = ep_four_bit_code(w, codes, p->k, n, k);
+        const int zero = w->zeros ? w->zeros[group] : 8;
+        to[k] = w->format == EP_MXFP4 ? ep_four_bit_mxfp4(code, ((const uint8_t *)w->scales)[group])
+                                      : (float)((int)code - zero) * ep_cpu_number(w->scales, g->dtype, group);
+    }
+    uint16_t rounded[EP_FOUR_BIT_UNIT];
+    for (uint32_t k = 0; k < p->k; k += EP_FOUR_BIT_UNIT) {
+        g->loop->store(rounded, g->dtype, 0, to + k, EP_FOUR_BIT_UNIT);
+        g->loop->load(to + k, rounded, g->dtype, 0, EP_FOUR_BIT_UNIT);
+    }
+}
+
 /* num rows from `row` on, at most BLOCK. */
 static void forward(const Work *g, uint32_t expert, uint32_t row, uint32_t num) {
     const EpGemmParams *p = g->p;
@@ -93,7 +113,8 @@ static void forward(const Work *g, uint32_t expert, uint32_t row, uint32_t num) 
         g->loop->load(g->block + r * padded, p->a, g->dtype, (uint64_t)(row + r) * p->k, p->k);
     for (uint32_t n = 0; n < p->n; n++) {
         float sums[STEP];
-        g->loop->load(g->panel, p->b, g->dtype, ((uint64_t)expert * p->n + n) * p->k, p->k);
+        if (g->four_bit) expand(g, expert, n, g->panel);
+        else g->loop->load(g->panel, p->b, g->dtype, ((uint64_t)expert * p->n + n) * p->k, p->k);
         for (uint32_t r = 0; r < num;
              r += STEP) { /* rows after the last have old numbers, which are not used */
             g->loop->dot(sums, g->block + r * padded, g->panel, g->padded);
@@ -155,8 +176,9 @@ static uint32_t clamp_row(const EpGemmParams *p, int32_t row) {
     return row < 0 ? 0 : (uint32_t)row < p->num_rows ? (uint32_t)row : p->num_rows;
 }
 
-int ep_cpu_gemm(const EpGemmParams *p) {
+int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit) {
     Work g = {.p = p,
+              .four_bit = four_bit,
               .loop = choose_loops(),
               .dtype = p->is_f16 ? EP_F16 : EP_BF16,
               .padded = (p->k + VECTOR - 1) / VECTOR * VECTOR,

@@ -254,10 +254,11 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
         &g, ep_cuda_check((cudaError_t)ep_launch_wait(c, word, value, exact, stream), "wait kernel"));
 }
 
-static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, void *stream) {
+static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
+                void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, stream),
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, four_bit, stream),
                                         scales ? "grouped GEMM kernel of FP8" : "grouped GEMM kernel"));
 }
 static int quantize(int device, const EpQuantizeParams *p, void *stream) {

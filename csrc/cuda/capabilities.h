@@ -6,6 +6,8 @@
 
 #define EP_MAX_DEVICES 64        /* GPUs that a process can use */
 #define EP_CTA_SMEM_BYTES 232448 /* shared memory that a CTA can have on Hopper */
+#define EP_HALF_SM_SMEM_BYTES \
+    115712 /* and each of two CTAs on an SM: half of 228 KB, less what the GPU keeps */
 
 typedef struct {
     uint32_t major, minor; /* the compute capability */

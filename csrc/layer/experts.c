@@ -66,33 +66,46 @@ static int multiply(const Call *c, EpGemm g) {
  * whose dimension up_dim has the rows of the gate and up weights, and down_dim the columns of the down
  * weights. */
 static bool fuses(const Call *c, const EpTensor *up, uint32_t up_dim, const EpTensor *down, uint32_t down_dim,
-                  bool trains) {
+                  bool has_four_bits, bool trains) {
     const EpLayer *l = c->layer;
     if (up->num_dims <= up_dim || down->num_dims <= down_dim) return false; /* the checks refuse them */
     const int64_t columns = up->shape[up_dim], inner = down->shape[down_dim];
     const uint32_t H = l->config.shape.hidden, n = (uint32_t)columns, k = (uint32_t)inner;
-    const EpProduct first = {.n = n, .k = H, .columns = n, .trains = trains};
-    const EpProduct second = {.n = H, .k = k, .columns = n, .trains = trains};
+    const EpProduct first = {.n = n, .k = H, .columns = n, .has_four_bits = has_four_bits, .trains = trains};
+    const EpProduct second = {.n = H, .k = k, .columns = n, .has_four_bits = has_four_bits, .trains = trains};
     return columns < UINT32_MAX && inner < UINT32_MAX && ep_layer_fuses(&l->config, l->has_fused, &first) &&
            ep_layer_fuses(&l->config, l->has_fused, &second);
 }
 
 /* ---- checks ---- */
 
-/* Check the weights of the experts, under the names that users of EPMoE know. */
-static int check_weights(const Call *c, const EpTensor *gate_up, const EpTensor *gate_up_bias,
-                         const EpTensor *down, const EpTensor *down_bias, uint32_t activation) {
+/* The weights of the experts. With scales they have 4 bits, and two are a byte. */
+typedef struct {
+    const EpTensor *gate_up, *gate_up_bias, *gate_up_scale, *gate_up_zero;
+    const EpTensor *down, *down_bias, *down_scale, *down_zero;
+    uint32_t activation;
+} Weights;
+#define WEIGHTS_OF(a)                                                                     \
+    {(a)->gate_up,   (a)->gate_up_bias, (a)->gate_up_scale, (a)->gate_up_zero, (a)->down, \
+     (a)->down_bias, (a)->down_scale,   (a)->down_zero,     (a)->activation}
+
+/* Check the weights, under the names that users of EPMoE know. The products check scales and zeros. */
+static int check_weights(const Call *c, const Weights *w) {
     const EpShape *s = &c->layer->config.shape;
     const EpBackendKind kind = ep_heap_kind(c->layer->heap);
-    const int64_t L = ep_num_local_experts(s), H = s->hidden;
-    if (down->num_dims != 3)
-        return ep_error(EP_EINVAL, "down_proj: wanted 3 dimensions, got %u", down->num_dims);
-    const int64_t inner = down->shape[2], columns = ep_gemm_is_gated(activation) ? 2 * inner : inner;
+    const int64_t L = ep_num_local_experts(s), H = s->hidden, in_number = w->down_scale ? 2 : 1;
+    const uint32_t dtype = w->down_scale ? EP_U8 : s->dtype;
+    if (!w->gate_up_scale != !w->down_scale)
+        return ep_error(EP_EINVAL, "gate_up_proj and down_proj: must both have 4 bits, or neither");
+    if (w->down->num_dims != 3)
+        return ep_error(EP_EINVAL, "down_proj: wanted 3 dimensions, got %u", w->down->num_dims);
+    const int64_t inner = w->down->shape[2] * in_number,
+                  columns = ep_gemm_is_gated(w->activation) ? 2 * inner : inner;
     const EpWanted wanted[] = {
-        {"down_proj", down, s->dtype, 3, {L, H, inner}},
-        {"gate_up_proj", gate_up, s->dtype, 3, {L, columns, H}},
-        {"gate_up_proj_bias", gate_up_bias, s->dtype, 2, {L, columns, -1}},
-        {"down_proj_bias", down_bias, s->dtype, 2, {L, H, -1}},
+        {"down_proj", w->down, dtype, 3, {L, H, inner / in_number}},
+        {"gate_up_proj", w->gate_up, dtype, 3, {L, columns, H / in_number}},
+        {"gate_up_proj_bias", w->gate_up_bias, s->dtype, 2, {L, columns, -1}},
+        {"down_proj_bias", w->down_bias, s->dtype, 2, {L, H, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
         EP_TRY(ep_tensor_check(&wanted[i], kind, ep_heap_device(c->layer->heap), kind == EP_CUDA ? 16 : 2));
@@ -114,8 +127,32 @@ static int check_tokens(const Call *c, const EpTensor *x, const EpTensor *indice
 
 /* ---- forward ---- */
 
+static int multiply_up(const Call *c, const Weights *w, double alpha, double limit, const EpTensor *rows,
+                       const EpTensor *out, const EpTensor *saved) {
+    return multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
+                                .activation = w->activation,
+                                .alpha = alpha,
+                                .limit = limit,
+                                .a = rows,
+                                .b = w->gate_up,
+                                .b_scale = w->gate_up_scale,
+                                .b_zero = w->gate_up_zero,
+                                .bias = w->gate_up_bias,
+                                .out = out,
+                                .saved = saved});
+}
+static int multiply_down(const Call *c, const Weights *w, const EpTensor *rows, const EpTensor *out) {
+    return multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
+                                .a = rows,
+                                .b = w->down,
+                                .b_scale = w->down_scale,
+                                .b_zero = w->down_zero,
+                                .bias = w->down_bias,
+                                .out = out});
+}
+
 static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
-    const bool is_fused = fuses(c, a->gate_up, 1, a->down, 2, a->h != NULL);
+    const bool is_fused = fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan};
     const EpDispatchArgs dispatch = {.x = a->x,
                                      .weight = a->weight,
@@ -158,9 +195,12 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                             .requires_grad = a->requires_grad,
                                             .kind = EP_GEMM_FORWARD};
 
+    const Weights weights = WEIGHTS_OF(a);
     int code = set_offsets_of_plan(c, a->plan);
     if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
-    if (!code) code = check_weights(c, a->gate_up, a->gate_up_bias, a->down, a->down_bias, a->activation);
+    if (!code) code = check_weights(c, &weights);
+    if (!code && a->gate_up_scale && a->h)
+        code = ep_error(EP_EINVAL, "h: must be absent, because weights of 4 bits have no gradients");
     if (!code && !a->is_planned && !a->indices)
         code = ep_error(EP_EINVAL, "topk_idx: missing, but there is no plan yet");
     if (!a->is_planned) {
@@ -173,25 +213,12 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     EP_TRY(is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
                     : run(c, EP_OP_DISPATCH, &dispatch, ran));
     if (!ran->is_launched) return 0;
-    if (!is_fused)
-        code = multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
-                                    .activation = a->activation,
-                                    .alpha = a->alpha,
-                                    .limit = a->limit,
-                                    .a = a->rows,
-                                    .b = a->gate_up,
-                                    .bias = a->gate_up_bias,
-                                    .out = a->a,
-                                    .saved = a->h});
+    if (!is_fused) code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, a->h);
     if (is_fused) {
         EP_TRY(report(c, EP_OP_GEMM_COMBINE, code));
         return run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran);
     }
-    if (!code)
-        code = multiply(
-            c,
-            (EpGemm){
-                .kind = EP_GEMM_FORWARD, .a = a->a, .b = a->down, .bias = a->down_bias, .out = a->out_rows});
+    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows);
     EP_TRY(report(c, EP_OP_COMBINE, code));
     return run(c, EP_OP_COMBINE, &combine, ran);
 }
@@ -199,7 +226,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
 /* ---- backward ---- */
 
 static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
-    const bool is_fused = fuses(c, a->h, 1, a->down, 2, true);
+    const bool is_fused = fuses(c, a->h, 1, a->down, 2, false, true);
     const EpDispatchArgs dispatch = {.x = a->dy, .plan = a->plan, .rows = a->g, .recv = a->recv};
     const EpDispatchGemmArgs dispatch_gemm = {.x = a->dy,
                                               .plan = a->plan,
@@ -232,7 +259,7 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
 }
 
 static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
-    const bool is_fused = fuses(c, a->gate_up, 1, a->weighted, 1, true);
+    const bool is_fused = fuses(c, a->gate_up, 1, a->weighted, 1, false, true);
     const EpCombineArgs combine = {.rows = a->out_rows,
                                    .row_scalar = a->dots,
                                    .plan = a->plan,
@@ -276,24 +303,14 @@ static int ll_experts(Call *c, const EpLlExpertsArgs *a, EpRan *ran) {
     uint64_t at;
     ep_layer_ll_handle_words(&c->layer->config, &at);
 
+    const Weights weights = WEIGHTS_OF(a);
     int code = set_offsets(c, "handle", a->handle, at);
     if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
-    if (!code) code = check_weights(c, a->gate_up, a->gate_up_bias, a->down, a->down_bias, a->activation);
+    if (!code) code = check_weights(c, &weights);
     EP_TRY(report(c, EP_OP_LL_DISPATCH, code));
     EP_TRY(run(c, EP_OP_LL_DISPATCH, &dispatch, ran));
-    code = multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
-                                .activation = a->activation,
-                                .alpha = a->alpha,
-                                .limit = a->limit,
-                                .a = a->rows,
-                                .b = a->gate_up,
-                                .bias = a->gate_up_bias,
-                                .out = a->a});
-    if (!code)
-        code = multiply(
-            c,
-            (EpGemm){
-                .kind = EP_GEMM_FORWARD, .a = a->a, .b = a->down, .bias = a->down_bias, .out = a->out_rows});
+    code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, NULL);
+    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows);
     EP_TRY(report(c, EP_OP_LL_COMBINE, code));
     return run(c, EP_OP_LL_COMBINE, &combine, ran);
 }

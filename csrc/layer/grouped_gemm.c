@@ -6,6 +6,8 @@
 #include "runtime/error.h"
 #include "runtime/tensor.h"
 
+static bool has_four_bits(const EpGemm *g) { return g->b_scale && !g->a_scale; }
+
 /* Read the sizes M, N, K and L from the tensors, and check them. Which tensor has which size depends on
  * the kind; see protocol/gemm_params.h. */
 static int check_sizes(const EpGemm *g, EpGemmParams *p) {
@@ -18,11 +20,12 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
                         "kind %u, activation %u (alpha %g, limit %g): must be an EpGemmKind and an "
                         "EpActivation with valid numbers",
                         g->kind, g->activation, g->alpha, g->limit);
-    if (!g->a_scale != !g->b_scale || (g->a_scale && g->kind != EP_GEMM_FORWARD))
-        return ep_error(EP_EINVAL,
-                        "a_scale and b_scale: pass both or none, and none for kind %u, because only the "
-                        "forward GEMM takes FP8",
-                        g->kind);
+    if ((g->a_scale || g->b_scale || g->b_zero) && (!g->b_scale || g->kind != EP_GEMM_FORWARD))
+        return ep_error(
+            EP_EINVAL,
+            "scales for kind %u: a_scale and b_scale for FP8, or b_scale, and perhaps b_zero, for "
+            "weights of 4 bits, in the forward GEMM only",
+            g->kind);
     const uint32_t type = g->a_scale ? g->out->dtype : a->dtype;
     if (g->a_scale && type != EP_BF16 && type != EP_F16)
         return ep_error(EP_ETYPE, "output: wanted bfloat16 or float16, got %s", ep_dtype_name(type));
@@ -34,11 +37,17 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
                         "wanted rows of 2 dimensions, weights of 3 and offsets of 1; got %u, %u and %u",
                         a->num_dims, b->num_dims, offsets->num_dims);
     const int64_t L = offsets->shape[0] - 1, M = a->shape[0], N = is_wgrad ? a->shape[1] : b->shape[1],
-                  K = b->shape[is_wgrad ? 1 : 2];
+                  K = b->shape[is_wgrad ? 1 : 2] * (has_four_bits(g) ? 2 : 1);
     if (L >= INT32_MAX || M > INT32_MAX)
         return ep_error(EP_EINVAL, "%lld experts, %lld rows: both must be less than 2^31", (long long)L,
                         (long long)M);
-    const int64_t unit = a->kind == EP_CUDA ? 16 : 1;
+    const int64_t unit = a->kind == EP_CUDA ? 16 : 1, k_unit = has_four_bits(g) ? EP_FOUR_BIT_UNIT : unit;
+    const bool is_halved = ep_gemm_is_gated(g->activation) && !EP_ACT_IS_MIXED(g->activation);
+    const int64_t n_unit = a->kind == EP_CUDA && is_halved ? 2 * EP_FOUR_BIT_UNIT : EP_FOUR_BIT_UNIT;
+    if (has_four_bits(g) && (K % k_unit || N % n_unit))
+        return ep_error(EP_EINVAL,
+                        "weights of %lld by %lld in 4 bits: sizes must be multiples of %lld and of %lld",
+                        (long long)N, (long long)K, (long long)n_unit, (long long)k_unit);
     if (N < unit || K < unit || N % unit || K % unit || N > EP_GEMM_MAX_COLS || K > EP_GEMM_MAX_COLS)
         return ep_error(EP_EINVAL,
                         "weights of %lld by %lld: both sizes must be positive multiples of %lld, at most %u",
@@ -84,13 +93,43 @@ static int read_scales(const EpGemm *g, const EpGemmParams *p, EpGemmScales *sca
     return 0;
 }
 
+/* Check the scales and zeros of weights of 4 bits. Their shapes and dtypes say what the format is. */
+static int read_four_bit(const EpGemm *g, const EpGemmParams *p, EpFourBit *four_bit) {
+    const EpTensor *scale = g->b_scale;
+    const bool is_mxfp4 = scale->dtype == EP_U8;
+    const int64_t in_block = scale->num_dims == 4 ? scale->shape[3] / EP_FOUR_BIT_UNIT : 0;
+    const int64_t group = in_block > 0 ? EP_FOUR_BIT_BLOCK / in_block : 0;
+    if (group * in_block != EP_FOUR_BIT_BLOCK || !ep_four_bit_is_group(is_mxfp4 ? EP_MXFP4 : EP_INT4, group))
+        return ep_error(
+            EP_EINVAL,
+            "scales of weights of 4 bits: wanted 4 dimensions, and the last one %s, got %u and %lld",
+            is_mxfp4 ? "512" : "512, 256 or 128", scale->num_dims,
+            scale->num_dims == 4 ? (long long)scale->shape[3] : 0);
+    if (is_mxfp4 && g->b_zero)
+        return ep_error(EP_EINVAL, "b_zero: must be absent, because MXFP4 has no zeros");
+    const int64_t L = p->num_experts, num_rows = p->n / EP_FOUR_BIT_UNIT, last = EP_FOUR_BIT_UNIT * in_block;
+    const int64_t num_blocks = ep_four_bit_num_blocks(p->k);
+    const EpWanted wanted[] = {
+        {"scales of the weights", scale, is_mxfp4 ? EP_U8 : g->a->dtype, 4, {L, num_rows, num_blocks, last}},
+        {"zeros of the weights", g->b_zero, EP_U8, 4, {L, num_rows, num_blocks, last}}};
+    for (uint32_t i = 0; i < 2; i++)
+        EP_TRY(ep_tensor_check(&wanted[i], g->a->kind, g->a->device, g->a->kind == EP_CUDA ? 16 : 2));
+    four_bit->scales = scale->data;
+    four_bit->zeros = g->b_zero ? (const uint8_t *)g->b_zero->data : NULL;
+    four_bit->format = is_mxfp4 ? EP_MXFP4 : EP_INT4;
+    four_bit->group = (uint32_t)group;
+    return 0;
+}
+
 int ep_grouped_gemm(const EpGemm *g, void *stream) {
     const EpBackendKind where = g->a->kind;
     const EpBackend *backend = ep_backend(where);
     EpGemmParams p = {0};
     EpGemmScales scales;
+    EpFourBit four_bit;
     if (!backend) return EP_EINVAL;
     EP_TRY(check_sizes(g, &p));
+    if (has_four_bits(g)) EP_TRY(read_four_bit(g, &p, &four_bit));
     if (g->a_scale && !ep_multiplies(where, EP_IN_FP8))
         return ep_error(EP_EINVAL, "rows in FP8 on the CPU: the grouped GEMM of FP8 runs on CUDA only");
     if (g->a_scale) EP_TRY(read_scales(g, &p, &scales));
@@ -102,9 +141,9 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"rows", g->a, dtype, 2, {M, is_forward ? K : N, -1}},
         {is_wgrad ? "input" : "weights",
          g->b,
-         dtype,
+         has_four_bits(g) ? EP_U8 : dtype,
          is_wgrad ? 2 : 3,
-         {is_wgrad ? M : L, is_wgrad ? K : N, K}},
+         {is_wgrad ? M : L, is_wgrad ? K : N, has_four_bits(g) ? K / 2 : K}},
         {"offsets", g->offsets, EP_I32, 1, {L + 1, -1, -1}},
         {"tile counter", g->tile_counter, EP_I64, 1, {1, -1, -1}},
         {"output", g->out, out_dtype, is_wgrad ? 3 : 2, {is_wgrad ? L : M, is_wgrad ? N : out_cols, K}},
@@ -117,9 +156,9 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     if (!is_forward && (g->bias || g->row_weight))
         return ep_error(EP_EINVAL,
                         "bias and row_weight: must be absent, because only the forward GEMM applies them");
-    if (g->saved && (!is_forward || !g->activation || g->row_weight || g->a_scale))
+    if (g->saved && (!is_forward || !g->activation || g->row_weight || g->b_scale))
         return ep_error(EP_EINVAL,
-                        "saved: must be absent without an activation, with row_weight, and in FP8");
+                        "saved: must be absent without an activation, with row_weight, and with scales");
     const EpOperand operands[] = {
         {"output", g->out, true},
         {"saved", g->saved, true},
@@ -131,6 +170,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"row weight", g->row_weight, false},
         {"scales of the rows", g->a_scale, false},
         {"scales of the weights", g->b_scale, false},
+        {"zeros of the weights", g->b_zero, false},
     };
     EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
     p.a = g->a->data;
@@ -146,7 +186,8 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
     if (g->saved) p.saved = g->saved->data;
     p.saves = g->saved != NULL;
-    return backend->gemm(g->a->device, &p, g->a_scale ? &scales : NULL, stream);
+    return backend->gemm(g->a->device, &p, g->a_scale ? &scales : NULL, has_four_bits(g) ? &four_bit : NULL,
+                         stream);
 }
 
 int ep_gemm_has_counter(int device, void *stream, bool *has) {

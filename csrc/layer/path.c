@@ -48,7 +48,7 @@ static bool is_best(const EpLayerConfig *c, const EpProduct *p) {
 }
 
 bool ep_layer_fuses(const EpLayerConfig *c, bool has_kernels, const EpProduct *p) {
-    if (!has_kernels || c->fused == EP_FUSED_NEVER) return false;
+    if (!has_kernels || c->fused == EP_FUSED_NEVER || p->has_four_bits) return false;
     if (c->shape.dtype != EP_BF16 && c->shape.dtype != EP_F16) return false;
     if (c->shape.hidden % 16 || p->n % 16 || p->k % 16) return false;
     /* In FP8 each 64 gates and the ups beside them in a tile must have one scale. */

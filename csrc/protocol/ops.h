@@ -203,15 +203,19 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * ep_layer_fuses says so, each product shares a launch with the communication beside it. is_planned: the plan
  * exists, and indices is not read. If nothing was launched after the plan, because the outputs do not fit
  * (awaits_rows), the caller calls again, with is_planned. The rest is as in dispatch_gemm and gemm_combine.
- */
+ * Scales and zeros are those of weights of 4 bits, as EpGemm has them; NULL in 16 bits. */
 #define EP_ARGS_experts(X, S)       \
     X(S, TENSOR, x)                 \
     X(S, OPTIONAL, indices)         \
     X(S, TENSOR, weight)            \
     X(S, TENSOR, gate_up)           \
     X(S, OPTIONAL, gate_up_bias)    \
+    X(S, OPTIONAL, gate_up_scale)   \
+    X(S, OPTIONAL, gate_up_zero)    \
     X(S, TENSOR, down)              \
     X(S, OPTIONAL, down_bias)       \
+    X(S, OPTIONAL, down_scale)      \
+    X(S, OPTIONAL, down_zero)       \
     X(S, PLAN, plan)                \
     X(S, OWN, recv)                 \
     X(S, OWN, rows)                 \
@@ -272,8 +276,12 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, TENSOR, weight)             \
     X(S, TENSOR, gate_up)            \
     X(S, OPTIONAL, gate_up_bias)     \
+    X(S, OPTIONAL, gate_up_scale)    \
+    X(S, OPTIONAL, gate_up_zero)     \
     X(S, TENSOR, down)               \
     X(S, OPTIONAL, down_bias)        \
+    X(S, OPTIONAL, down_scale)       \
+    X(S, OPTIONAL, down_zero)        \
     X(S, PLAN, handle)               \
     X(S, OWN, rows)                  \
     X(S, OWN, counts)                \

@@ -9,7 +9,7 @@ typedef struct {
     const char *name;
     const EpTensor *tensor; /* NULL: an optional tensor is absent, and the check succeeds */
     uint32_t dtype, num_dims;
-    int64_t size[3]; /* expected size of each dimension; -1: any */
+    int64_t size[4]; /* expected size of each dimension; -1: any */
 } EpWanted;
 
 /* 0, or an error: device, dtype, sizes, strides (contiguous), alignment of the address. */

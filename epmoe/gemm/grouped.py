@@ -11,12 +11,13 @@ from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement, mark_written, record_gradient, requires_grad
 from .activations import Activation, GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
+from .four_bit import dequantize, format_of
 from .weight_gradients import gradient_of, deferred_wgrad_of
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, "
             "Tensor? a_scale, Tensor? b_scale, int kind, int activation, bool portable, ScalarType? dtype, "
-            "float alpha=0, float limit=0) -> Tensor")
+            "float alpha=0, float limit=0, Tensor? b_zero=None) -> Tensor")
 _lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, float scale, bool "
             "portable) -> ()")
 
@@ -24,6 +25,8 @@ Kernel: TypeAlias = tuple[int, float, float]  # the number, alpha and limit of a
 _T = TypeVar("_T", Tensor, Tensor | None)
 NO_GRADIENT = ("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use bfloat16 for "
                "training")
+NO_GRADIENT_4 = ("a grouped GEMM with weights of 4 bits has no gradient: call it under torch.no_grad(), or "
+                 "use weights of 16 bits for training")
 
 FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each multiplies
 _NUMBERS = {name: number for number, (name, _, _) in enumerate(_C.ACTIVATIONS)}
@@ -144,7 +147,7 @@ def has_kernel(a: Tensor, b: Tensor) -> bool:
     """Return whether epmoe multiplies rows a and weights b.
 
     On the CPU it multiplies bfloat16 and float16 of any sizes, on a GPU also FP8, and only sizes that the
-    kernels take.
+    kernels take.  Weights of 4 bits have sizes that all of them take.
     """
     sizes = a.shape[1], *b.shape[1:]
     if a.device.type == "cpu":
@@ -152,6 +155,12 @@ def has_kernel(a: Tensor, b: Tensor) -> bool:
     fits = 0 < min(sizes) and max(sizes) <= 1 << 24 and math.gcd(*sizes) % 16 == 0
     return (bool(_C.HAS_CUDA) and a.device.type == "cuda" and a.dtype in _CUDA_DTYPES and fits
             and capabilities(a.device).major >= 8)
+
+
+def _fits_four_bits(a: Tensor, num_columns: int, activation: int) -> bool:
+    """Whether the kernels of a device multiply weights of 4 bits with so many columns."""
+    is_halved = activation in GATED and activation != _GPT_OSS  # each half has whole tiles
+    return num_columns % (128 if is_halved and a.device.type == "cuda" else 64) == 0
 
 
 def tile_counter(a: Tensor) -> Tensor | None:
@@ -167,7 +176,14 @@ def tile_counter(a: Tensor) -> Tensor | None:
 
 def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
                   a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
-                  dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+                  dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0,
+                  b_zero: Tensor | None = None) -> Tensor:
+    has_four_bits = False
+    if b_scale is not None and a_scale is None:
+        has_four_bits = has_kernel(a, b) and _fits_four_bits(a, b.shape[1], activation)
+        if not has_four_bits:  # the same weights in 16 bits
+            b = dequantize(format_of(b, b_scale, b_zero, a.dtype), b, b_scale, b_zero, a.dtype)
+            b_scale = b_zero = None
     if not has_kernel(a, b):
         return _by_expert(a, b, offsets, bias, row_weight, a_scale, b_scale, kind, activation, alpha, limit,
                           dtype)
@@ -177,10 +193,12 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, ro
     bias, row_weight = aligned(bias), aligned(row_weight)
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
     counter = tile_counter(a)
-    if a_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
+    if has_four_bits:
+        b_scale, b_zero = aligned(b_scale), aligned(b_zero)
+    elif a_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
         a, b = a.view(torch.uint8), b.view(torch.uint8)
     _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable,
-                    a_scale, b_scale)
+                    a_scale, b_scale, b_zero)
     return out
 
 
@@ -190,14 +208,15 @@ implement(_lib, "grouped_gemm", _grouped_gemm)
 @torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)
 def _(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
       a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
-      dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+      dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0,
+      b_zero: Tensor | None = None) -> Tensor:
     return a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, offsets, _, _, a_scale, _, ctx.kind, _, ctx.portable, *_ = inputs
-    if a_scale is not None:
-        raise RuntimeError(NO_GRADIENT)
+    a, b, offsets, _, _, a_scale, b_scale, ctx.kind, _, ctx.portable, *_ = inputs
+    if b_scale is not None:
+        raise RuntimeError(NO_GRADIENT_4 if a_scale is None else NO_GRADIENT)
     ctx.deferred_wgrad = deferred_wgrad_of(b)
     ctx.save_for_backward(a, b, offsets)
 
@@ -219,7 +238,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
     grads = [product(*factors) if needed else None
              for factors, needed in zip(of_inputs, ctx.needs_input_grad)]
-    return *grads, *[None] * 11
+    return *grads, *[None] * 12
 
 
 record_gradient(_lib, "grouped_gemm", _save, _backward)
@@ -265,7 +284,8 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale
     sums = out if fits else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     counter = tile_counter(a)
     mark_written((sums,))
-    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable, None, None)
+    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable, None, None,
+                    None)
     if not fits:
         out.add_(sums)
 
@@ -285,7 +305,7 @@ def check_activation(activation: Activation | None, num_columns: int) -> Kernel:
 
 
 def _check(x: Tensor, weight: Tensor, counts: Tensor | None, offsets: Tensor | None, bias: Tensor | None,
-           activation: Activation | None, row_weight: Tensor | None) -> Kernel:
+           activation: Activation | None, row_weight: Tensor | None, has_four_bits: bool) -> Kernel:
     """Check all that the host knows, and return as_kernel(activation).
 
     The host cannot read the numbers in counts and offsets without a wait.
@@ -309,12 +329,15 @@ def _check(x: Tensor, weight: Tensor, counts: Tensor | None, offsets: Tensor | N
         if t is sizes:
             if t.dtype not in wanted_dtypes:
                 raise TypeError(f"{name}: wanted {'int32' if counts is None else 'integers'}, got {t.dtype}")
-        elif not t.dtype.is_floating_point:
+        elif not t.dtype.is_floating_point and not (t is weight and has_four_bits):
             raise TypeError(f"{what}: wanted a floating-point dtype, got {t.dtype}")
     rows, weights = x.shape, weight.shape  # each look at a shape costs time
-    if len(rows) != 2 or len(weights) != 3 or rows[1] != weights[2]:
-        raise ValueError(f"wanted rows [M, K] and weights [L, N, K], got {list(rows)} and {list(weights)}")
-    if x.dtype != weight.dtype:
+    if len(rows) != 2 or len(weights) != 3 or rows[1] != weights[2] * (2 if has_four_bits else 1):
+        numbers = "[L, N, K / 2]" if has_four_bits else "[L, N, K]"
+        raise ValueError(f"wanted rows [M, K] and weights {numbers}, got {list(rows)} and {list(weights)}")
+    if has_four_bits and x.dtype not in _CPU_DTYPES:
+        raise TypeError(f"rows: wanted bfloat16 or float16 for weights of 4 bits, got {x.dtype}")
+    if x.dtype != weight.dtype and not has_four_bits:
         raise TypeError(f"wanted rows and weights of one dtype, got {x.dtype} and {weight.dtype}")
     num_sizes = weights[0] + (counts is None)
     if sizes.shape != (num_sizes,):
@@ -401,8 +424,8 @@ def add_bias(y: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, offsets: Tensor | None = None,
                  bias: Tensor | None = None, activation: Activation | None = None,
                  row_weight: Tensor | None = None, a_scale: Tensor | None = None,
-                 b_scale: Tensor | None = None, out_dtype: torch.dtype | None = None,
-                 portable: bool = False) -> Tensor | Any:
+                 b_scale: Tensor | None = None, b_zero: Tensor | None = None,
+                 out_dtype: torch.dtype | None = None, portable: bool = False) -> Tensor | Any:
     """Multiply rows, grouped by expert, with the weights of their experts.  Local to a rank.
 
     Row r of expert e gives activation(x[r] @ weight[e].T + bias[e]) * row_weight[r].  Differentiable in x,
@@ -421,6 +444,11 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
     same as for 16 bits; for "swiglu" the fast one needs N to be a multiple of 128, with few rows of 64.  No
     gradients.
 
+    4 bits: x of bfloat16 or float16, and weight uint8 [L, N, K / 2], MXFP4 or INT4 in the layout of
+    epmoe.gemm.four_bit, where quantize and the readers of checkpoints make it.  The result has the bits of
+    the product with the weights in 16 bits, each rounded once.  N and K are multiples of 64.  No
+    gradients.
+
     FP8 with one scale of all rows, and one of each expert: the tensor cores of Hopper add up all products,
     which is faster.  Elsewhere, and with few rows, the sums are as above.
 
@@ -437,7 +465,9 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         row_weight: None, or [M] of any floating-point dtype; applied as float32.
         a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row; or one number.
         b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128; or
-            [L], one for each expert; or one number.
+            [L], one for each expert; or one number.  For 4 bits: uint8 for MXFP4 and x's dtype for
+            INT4, [L, N / 64, K / 256, 64 * 256 / group].
+        b_zero: For INT4 with zero points: uint8, as b_scale.
         out_dtype: For FP8: torch.bfloat16 (the default), torch.float16, or torch.float8_e4m3fn: the result is
             then rounded to bfloat16 and quantised by a second kernel, as by quantize_fp8.
         portable: Use the kernel for any GPU also on a Hopper GPU.
@@ -452,7 +482,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
             The kernels raise nothing for the latter, because the host does not read them: they skip such
             rows.
         TypeError: For what is not a tensor, and for wrong dtypes.
-        RuntimeError: For FP8, when a gradient is wanted.
+        RuntimeError: For FP8 and 4 bits, when a gradient is wanted.
         NotImplementedError: For a tensor with a tangent of torch.autograd.forward_ad, and inside a transform
             of torch.func other than vmap.
 
@@ -478,12 +508,27 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
     if (counts is None) == (offsets is None):
         given = "neither" if counts is None else "both"
         raise ValueError(f"give either counts or offsets, got {given}")
-    number, alpha, limit = _check(x, weight, counts, offsets, bias, activation, row_weight)
+    has_four_bits = b_scale is not None and a_scale is None and isinstance(weight, Tensor) and (
+        weight.dtype == torch.uint8)
+    number, alpha, limit = _check(x, weight, counts, offsets, bias, activation, row_weight, has_four_bits)
     check_mode(x, weight, bias, row_weight, may_batch=True)
     if offsets is None:
         offsets = F.pad(cast(Tensor, counts).cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
     x, offsets = x.contiguous(), offsets.contiguous()
     leaves = (x, weight, bias, row_weight)
+    if has_four_bits:
+        if out_dtype not in (None, x.dtype):
+            raise TypeError(f"out_dtype {out_dtype}: must be None, or that of the rows, {x.dtype}")
+        if requires_grad(*leaves):
+            raise RuntimeError(NO_GRADIENT_4)
+        scale, zero = cast(Tensor, b_scale), b_zero
+        format_of(weight, scale, zero, x.dtype)  # raises
+        of_four = (x, weight.contiguous(), offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32),
+                   None, scale.contiguous())
+        return call("grouped_gemm", of_four, FORWARD, number, portable, None, alpha, limit,
+                    scales=() if zero is None else (zero.contiguous(),))
+    if b_zero is not None:
+        raise ValueError("b_zero: give it only with b_scale, for weights of 4 bits")
     if _check_scales(x, weight, a_scale, b_scale, out_dtype, (*leaves, a_scale, b_scale)):
         quantises = out_dtype == torch.float8_e4m3fn
         dtype = torch.bfloat16 if quantises or out_dtype is None else out_dtype

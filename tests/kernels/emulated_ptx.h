@@ -196,6 +196,17 @@ EP_PTX void ep_bulk_load(uint32_t dst, const void *src, uint32_t num_bytes, uint
     ep_mbar_change(bar, 0, -(int64_t)num_bytes);
 }
 
+template <bool BOTH>
+EP_PTX void ep_bulk_load_to(uint32_t dst, const void *src, uint32_t num_bytes, uint32_t bar) {
+    const uint32_t own = ep_rank;
+    for (uint32_t r = 0; r < 2; r++)
+        if (BOTH || r == own) {
+            ep_rank = r;
+            ep_bulk_load(dst, src, num_bytes, bar);
+        }
+    ep_rank = own;
+}
+
 /* ---- a warp's shared memory ---- */
 
 static uint32_t ep_warp_address[2][12][32];
@@ -222,6 +233,16 @@ EP_PTX void ep_ldmatrix_x4(uint32_t src, uint32_t *r) {
 EP_PTX uint4 ep_ld_shared(uint32_t src) {
     uint4 v;
     memcpy(&v, ep_at(src, 16), 16);
+    return v;
+}
+EP_PTX uint2 ep_ld_shared_u32x2(uint32_t src) {
+    uint2 v;
+    memcpy(&v, ep_at(src, 8), 8);
+    return v;
+}
+EP_PTX uint32_t ep_ld_shared_u16(uint32_t src) {
+    uint16_t v;
+    memcpy(&v, ep_at(src, 2), 2);
     return v;
 }
 EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
@@ -270,6 +291,19 @@ EP_PTX void ep_red_add_f32x2(float *to, float a, float b) {
 EP_PTX uint32_t ep_lane_now(void) { return threadIdx.x % 32; }
 EP_PTX uint32_t ep_num_ctas_now(void) { return gridDim.x; }
 
+EP_PTX uint32_t ep_and_or(uint32_t a, uint32_t b, uint32_t c) { return (a & b) | c; }
+EP_PTX float __uint_as_float(uint32_t v) {
+    float f;
+    memcpy(&f, &v, 4);
+    return f;
+}
+EP_PTX uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t v = 0;
+    for (uint32_t i = 0; i < 4; i++) v |= (uint32_t)(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return v;
+}
+
 #define EP_DEVICE_MATH /* for activation_math.h */
 EP_PTX float ep_ex2(float x) { return exp2f(x); }
 EP_PTX float ep_rcp(float x) { return 1 / x; }
@@ -306,6 +340,9 @@ EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            1ull << 62;
 }
+EP_PTX uint64_t ep_wgmma_desc_rows(uint32_t smem, uint32_t stride) {
+    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(stride >> 4) << 32 | 1ull << 62;
+}
 static float ep_widen_fp8(uint8_t byte, bool e5m2) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, e5m2 ? __NV_E5M2 : __NV_E4M3)));
 }
@@ -341,6 +378,10 @@ static float ep_row_fp8(const uint32_t (*of_lane)[4], uint32_t i, uint32_t k, bo
     const uint32_t word = of_lane[threadIdx.x % 32 / 4 * 4 + k % 16 / 4][i + k / 16 * 2];
     return ep_widen_fp8((uint8_t)(word >> k % 4 * 8), e5m2);
 }
+static float ep_row_16(const uint32_t (*of_lane)[4], uint32_t i, uint32_t k, bool f16) {
+    const uint32_t word = of_lane[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][i + k / 8 * 2];
+    return ep_widen((uint16_t)(word >> k % 2 * 16), f16);
+}
 static uint32_t ep_rows[2][12][32][4];
 static void ep_execute(const EpProduct &p) {
     const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
@@ -354,9 +395,10 @@ static void ep_execute(const EpProduct &p) {
     }
     for (uint32_t i = 0; i < 2; i++)
         for (uint32_t k = 0; k < num_k; k++)
-            a[i][k] = p.rows  ? ep_row_fp8(rows, i, k, p.e5m2)
-                      : p.fp8 ? ep_operand_fp8(p.a, row + 8 * i, k, p.e5m2)
-                              : ep_operand(p.a, row + 8 * i, k, p.trans_a, p.f16);
+            a[i][k] = p.rows && p.fp8 ? ep_row_fp8(rows, i, k, p.e5m2)
+                      : p.rows        ? ep_row_16(rows, i, k, p.f16)
+                      : p.fp8         ? ep_operand_fp8(p.a, row + 8 * i, k, p.e5m2)
+                                      : ep_operand(p.a, row + 8 * i, k, p.trans_a, p.f16);
     for (uint32_t i = 0; i < p.n / 4; i++) {
         const uint32_t col = i / 2 * 8 + lane % 4 * 2 + i % 2;
         float sum[2] = {0, 0};
@@ -383,6 +425,25 @@ template <int N> EP_PTX void ep_wgmma_keep_order(float (&)[N]) {}
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
                                                                           uint64_t b, uint32_t add) {
     ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0, false, NULL, false});
+}
+template <int N, bool F16>
+EP_PTX void ep_wgmma_rows(float (&d)[N / 2], const uint32_t *a, uint64_t b, uint32_t add) {
+    ep_groups.back().push_back({d, N, 0, b, add != 0, F16, false, false, false, a, false});
+}
+/* Each lane shows the others its registers. */
+template <bool F16> EP_PTX void ep_mma(float *d, const uint32_t *a, const uint32_t *b) {
+    static uint32_t columns[2][12][32][2];
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    memcpy(ep_rows[ep_rank][warp][lane], a, 16);
+    memcpy(columns[ep_rank][warp][lane], b, 8);
+    __syncwarp();
+    for (uint32_t i = 0; i < 4; i++)
+        for (uint32_t k = 0; k < 16; k++) {
+            const uint32_t word = columns[ep_rank][warp][(lane % 4 * 2 + i % 2) * 4 + k % 8 / 2][k / 8];
+            d[i] += ep_row_16(ep_rows[ep_rank][warp], i / 2, k, F16) *
+                    ep_widen((uint16_t)(word >> k % 2 * 16), F16);
+        }
+    __syncwarp();
 }
 template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
     ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true, NULL, false});

@@ -212,6 +212,17 @@ EP_PTX void ep_bulk_load(uint32_t dst, const void *src, uint32_t num_bytes, uint
         : "memory");
 }
 
+/* The same, where BOTH as ep_tma_load_2d does for a tensor. */
+template <bool BOTH>
+EP_PTX void ep_bulk_load_to(uint32_t dst, const void *src, uint32_t num_bytes, uint32_t bar) {
+    if (BOTH)
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                     "[%0], [%1], %2, [%3], %4;" ::"r"(dst),
+                     "l"(src), "r"(num_bytes), "r"(bar), "h"((uint16_t)3)
+                     : "memory");
+    else ep_bulk_load(dst, src, num_bytes, bar);
+}
+
 /* ---- small copies into shared memory ---- */
 
 /* Copy 16 bytes, bypassing L1. Only the thread that has issued the copy and waited for it may read them. */
@@ -271,6 +282,16 @@ EP_PTX uint4 ep_ld_shared(uint32_t src) {
 EP_PTX uint64_t ep_ld_shared_u64(uint32_t src) {
     uint64_t v;
     asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(src) : "memory");
+    return v;
+}
+EP_PTX uint2 ep_ld_shared_u32x2(uint32_t src) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(src) : "memory");
+    return v;
+}
+EP_PTX uint32_t ep_ld_shared_u16(uint32_t src) {
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(src) : "memory");
     return v;
 }
 EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
@@ -367,6 +388,12 @@ template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) {
     uint32_t v;
     if (F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
+    return v;
+}
+/* (a & b) | c, in one instruction also if b and c are constants. */
+EP_PTX uint32_t ep_and_or(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
     return v;
 }
 /* The reverse. For fp16 one block of assembly, because the compiler would keep the two halves in registers of

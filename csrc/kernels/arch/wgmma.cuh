@@ -1,7 +1,8 @@
 /* wgmma.cuh - the products of the tensor cores of sm_90a: one function for each instruction; see ptx.cuh.
  *
- * Exports ep_wgmma_desc, ep_wgmma_fence, ep_wgmma_commit, ep_wgmma_wait, ep_wgmma_keep_order, ep_wgmma,
- * ep_wgmma_e4m3 and ep_wgmma_e4m3_rows, and the last two for rows of e5m2. */
+ * Exports ep_wgmma_desc, ep_wgmma_desc_rows, ep_wgmma_fence, ep_wgmma_commit, ep_wgmma_wait,
+ * ep_wgmma_keep_order, ep_wgmma, ep_wgmma_rows, ep_wgmma_e4m3 and ep_wgmma_e4m3_rows, and the last two for
+ * rows of e5m2. */
 #ifndef EP_WGMMA_CUH
 #define EP_WGMMA_CUH
 #include "kernels/arch/ptx.cuh"
@@ -15,6 +16,10 @@ EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            1ull << 62;
 }
+/* That of a K-major tile, of which each 8 rows are located `stride` bytes after the 8 before. */
+EP_PTX uint64_t ep_wgmma_desc_rows(uint32_t smem, uint32_t stride) {
+    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(stride >> 4) << 32 | 1ull << 62;
+}
 EP_PTX void ep_wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 EP_PTX void ep_wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> EP_PTX void ep_wgmma_wait(void) {
@@ -24,6 +29,19 @@ template <int N> EP_PTX void ep_wgmma_wait(void) {
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/* d += a b, by one warp: 16 rows, 8 columns and 16 values of k. a is as in ep_wgmma_rows. b is two matrices
+ * of ep_ldmatrix_x4, whose lines are columns. */
+template <bool F16> EP_PTX void ep_mma(float *d, const uint32_t *a, const uint32_t *b) {
+#define EP_MMA(TYPE)                                                   \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 " \
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"        \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])               \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
+    if constexpr (F16) EP_MMA("f16");
+    else EP_MMA("bf16");
+#undef EP_MMA
 }
 
 /* clang-format off */
@@ -71,6 +89,38 @@ template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float 
     if constexpr (N == 256)                                                                              \
     EP_WGMMA("256", TYPE, EP_R128, "128", "129", "130", "131", "132", EP_D32(0), EP_D32(32), EP_D32(64), \
              EP_D32(96))
+    if constexpr (F16) {
+        EP_WGMMA_N("f16");
+    } else {
+        EP_WGMMA_N("bf16");
+    }
+#undef EP_WGMMA_N
+}
+/* The same with a in registers: of a warp's 16 rows a lane has rows lane / 4 and 8 + lane / 4, at k = lane %
+ * 4 * 2 and the next one (a[0], a[1]) and 8 values of k later (a[2], a[3]). b is K-major. */
+#define EP_WGMMA_ROWS(N, TYPE, REGS, A0, A1, A2, A3, B, P, ...)                                      \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGS "}, {%" A0 \
+                 ", %" A1 ", %" A2 ", %" A3 "}, %" B ", p, 1, 1, 0;\n}"                              \
+                 : __VA_ARGS__                                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+template <int N, bool F16> EP_PTX void ep_wgmma_rows(float (&d)[N / 2], const uint32_t *a, uint64_t b,
+                                                     uint32_t add) {
+    static_assert(N <= 32 ? N % 8 == 0 : N % 64 == 0 && N <= 256, "an N that a kernel has");
+#define EP_WGMMA_N(TYPE)                                                                                     \
+    if constexpr (N == 8) EP_WGMMA_ROWS("8", TYPE, EP_R4, "4", "5", "6", "7", "8", "9", EP_D4(0));           \
+    if constexpr (N == 16) EP_WGMMA_ROWS("16", TYPE, EP_R8, "8", "9", "10", "11", "12", "13", EP_D8(0));     \
+    if constexpr (N == 24) EP_WGMMA_ROWS("24", TYPE, EP_R12, "12", "13", "14", "15", "16", "17", EP_D12(0)); \
+    if constexpr (N == 32) EP_WGMMA_ROWS("32", TYPE, EP_R16, "16", "17", "18", "19", "20", "21", EP_D16(0)); \
+    if constexpr (N == 64) EP_WGMMA_ROWS("64", TYPE, EP_R32, "32", "33", "34", "35", "36", "37", EP_D32(0)); \
+    if constexpr (N == 128)                                                                                  \
+        EP_WGMMA_ROWS("128", TYPE, EP_R64, "64", "65", "66", "67", "68", "69", EP_D32(0), EP_D32(32));       \
+    if constexpr (N == 192)                                                                                  \
+        EP_WGMMA_ROWS("192", TYPE, EP_R96, "96", "97", "98", "99", "100", "101", EP_D32(0), EP_D32(32),      \
+                      EP_D32(64));                                                                           \
+    if constexpr (N == 256)                                                                                  \
+    EP_WGMMA_ROWS("256", TYPE, EP_R128, "128", "129", "130", "131", "132", "133", EP_D32(0), EP_D32(32),     \
+                  EP_D32(64), EP_D32(96))
     if constexpr (F16) {
         EP_WGMMA_N("f16");
     } else {

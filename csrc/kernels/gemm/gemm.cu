@@ -4,7 +4,9 @@
 #include "cuda/cluster_launch.h"
 #include "cuda/tile_counters.h"
 #include "kernels/gemm/gemm_portable_fp8.cuh"
+#include "kernels/gemm/gemm_portable_w4.cuh"
 #include "kernels/gemm/gemm_tune.h"
+#include "kernels/gemm/gemm_w4.h"
 #include "kernels/launch.h"
 
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
@@ -30,6 +32,23 @@ static int launch_portable(const EpGemmParams *p, uint32_t num_blocks, cudaStrea
     if (EP_ACT_KERNEL(p->activation) == ACT) {                                                 \
         simple_gemm_kernel<ACT, F16, false><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                        \
+    }
+    EP_CASE(EP_ACT_NONE)
+    EP_CASE(EP_ACT_GELU)
+    EP_CASE(EP_ACT_SWIGLU)
+    EP_CASE(EP_ACT_GPT_OSS)
+    EP_CASE(EP_ACT_ANY_GATE)
+    EP_CASE(EP_ACT_ANY_UNGATED)
+#undef EP_CASE
+    return (int)cudaErrorInvalidValue;
+}
+
+template <bool F16>
+static int launch_portable_w4(const EpGemmW4Params *p, uint32_t num_blocks, cudaStream_t stream) {
+#define EP_CASE(ACT)                                                                       \
+    if (EP_ACT_KERNEL(p->gemm.activation) == ACT) {                                        \
+        simple_w4_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
+        return (int)cudaGetLastError();                                                    \
     }
     EP_CASE(EP_ACT_NONE)
     EP_CASE(EP_ACT_GELU)
@@ -100,6 +119,33 @@ static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *s
     return ep_launch_clusters(k, &l, stream);
 }
 
+static int launch_hopper_w4(const EpGemmW4Params *p, uint32_t num_sms, void *stream) {
+    const bool is_large = !ep_gemm_is_small_m(&p->gemm), f16 = p->gemm.is_f16;
+    EpGemmW4Kernels *tables = p->weights.format == EP_MXFP4
+                                  ? f16 ? &ep_gemm_kernels_mxfp4_f16 : &ep_gemm_kernels_mxfp4_bf16
+                              : f16 ? &ep_gemm_kernels_int4_f16
+                                    : &ep_gemm_kernels_int4_bf16;
+    EpClusterKernel *k = ep_find_kernel((*tables)[is_large], 0, &p->gemm, 128);
+    uint32_t max_ctas;
+    if (!k) return (int)cudaErrorInvalidValue;
+    const int e = ep_load_kernel(k, &max_ctas);
+    if (e) return e;
+    EpGemmW4Params q = *p;
+    q.gemm.limit_ns = EP_GEMM_MIN_LIMIT_NS;
+    const EpTensorMap rows = ep_map_w4_rows(&p->gemm, is_large);
+    const uint32_t num_ctas = num_sms / 2 * 2 * (is_large ? 1 : 2);
+    const EpClusterLaunch l = {num_ctas, false, &q, rows, rows};
+    return ep_launch_clusters(k, &l, stream);
+}
+
+static int launch_w4(const EpGemmW4Params *p, const EpCapabilities *c, void *stream) {
+    const EpGemmParams *g = &p->gemm;
+    if (g->num_rows == 0 || g->num_experts == 0) return 0;
+    if (c->has_hopper && !g->is_portable) return launch_hopper_w4(p, c->num_sms, stream);
+    return (g->is_f16 ? launch_portable_w4<true> : launch_portable_w4<false>)(p, 4 * c->num_sms,
+                                                                              (cudaStream_t)stream);
+}
+
 static int launch_fp8(const EpGemmFp8Params *p, const EpCapabilities *c, void *stream) {
     const EpGemmParams *g = &p->gemm;
     if (g->num_rows == 0 || g->num_experts == 0) return 0;
@@ -109,10 +155,15 @@ static int launch_fp8(const EpGemmFp8Params *p, const EpCapabilities *c, void *s
                                                                                 (cudaStream_t)stream);
 }
 
-extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, void *stream) {
+extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
+                              void *stream) {
     EpCapabilities c;
     const int e = ep_capabilities(&c);
     if (e) return e;
+    if (four_bit) {
+        const EpGemmW4Params q = {*p, *four_bit};
+        return launch_w4(&q, &c, stream);
+    }
     if (scales) {
         const EpGemmFp8Params q = {*p, *scales};
         return launch_fp8(&q, &c, stream);

@@ -25,6 +25,7 @@
 #include "kernels/gemm/gemm_fp8.cuh"
 #include "kernels/gemm/gemm_save.cuh"
 #include "kernels/gemm/gemm_small_m.cuh"
+#include "kernels/gemm/gemm_w4.cuh"
 
 /* The producer is one thread. With WARP_PRODUCES it is a warp, of which each lane loads some scales; all else
  * is done by lane 0, which leads. */
@@ -85,29 +86,41 @@ EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint3
 }
 
 /* Load a stage. The operand that both CTAs need consists of parts, which the two CTAs load alternately,
- * for both. */
+ * for both. w4 and slot: of weights of 4 bits, their parameters and the stage's slot for scales. */
 template <typename C>
 EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, uint32_t bar, uint32_t rank,
-                               const CUtensorMap *map_a, const CUtensorMap *map_b) {
+                               const CUtensorMap *map_a, const CUtensorMap *map_b, const EpGemmW4Params *w4,
+                               uint32_t slot) {
     constexpr uint32_t NUM_COL_PARTS = C::TRANS_B ? C::BN / 64 : 2;
+    constexpr uint32_t NUM_ROW_BOXES = C::W4 && C::SMALL_M ? 0 : C::BM / C::A_ROWS * C::K_BOXES;
     const int32_t at = (int32_t)(t->k0 + k);
     const uint32_t num_a = (t->num_rows + C::A_ROWS - 1) / C::A_ROWS;
-    ep_mbar_arrive_expect(bar, (num_a * C::A_ROWS * 128 + C::B_SLAB) * C::K_BOXES);
+    if constexpr (C::W4)
+        ep_mbar_arrive_expect(bar, num_a * C::A_ROWS * 128 * C::K_BOXES + ep_gemm_w4_bytes<C>(w4, t, k));
+    else ep_mbar_arrive_expect(bar, (num_a * C::A_ROWS * 128 + C::B_SLAB) * C::K_BOXES);
     if (t->shares_rows) {
+        if constexpr (C::W4 && C::SMALL_M) ep_gemm_w4_load_rows<C, true>(t, k, num_a, rank, smem, bar, map_a);
         /* alternating between the CTAs: box i of the rows, kk-th 64 values of k */
 #pragma unroll
-        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++)
+        for (uint32_t j = 0; j < NUM_ROW_BOXES; j++)
             if (j / C::K_BOXES < num_a && (j / C::K_BOXES + j % C::K_BOXES) % 2 == rank)
                 ep_gemm_load_rows<C, true>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
-        for (uint32_t i = 0; i < NUM_COL_PARTS; i++)
-            ep_gemm_load_cols<C, false>(t, at, (int32_t)i, smem, bar, map_b);
+        for (uint32_t i = 0; i < NUM_COL_PARTS; i++) {
+            if constexpr (C::W4) ep_gemm_w4_load_part<C, false>(w4, t, k, i, smem, slot, bar);
+            else ep_gemm_load_cols<C, false>(t, at, (int32_t)i, smem, bar, map_b);
+        }
     } else {
+        if constexpr (C::W4 && C::SMALL_M)
+            for (uint32_t half = 0; half < 2; half++)
+                ep_gemm_w4_load_rows<C, false>(t, k, num_a, half, smem, bar, map_a);
 #pragma unroll
-        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++)
+        for (uint32_t j = 0; j < NUM_ROW_BOXES; j++)
             if (j / C::K_BOXES < num_a)
                 ep_gemm_load_rows<C, false>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
-        for (uint32_t i = rank; i < NUM_COL_PARTS; i += 2)
-            ep_gemm_load_cols<C, true>(t, at, (int32_t)i, smem, bar, map_b);
+        for (uint32_t i = rank; i < NUM_COL_PARTS; i += 2) {
+            if constexpr (C::W4) ep_gemm_w4_load_part<C, true>(w4, t, k, i, smem, slot, bar);
+            else ep_gemm_load_cols<C, true>(t, at, (int32_t)i, smem, bar, map_b);
+        }
     }
 }
 
@@ -121,6 +134,7 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
     EpGemmTileScheduler sched = {0};
     EpRing ring = {0, 1};
     EpGemmTile t;
+    if constexpr (C::W4) sched.by_rows = C::LARGE;
     ep_tile_scheduler_enter(p, C::BM, 2, &sched);
     for (uint32_t n = blockIdx.x / 2;
          ep_gemm_tile(p, C::BM, C::BN, 2, C::BY_BLOCK ? ep_cluster_rank() : rank, &sched, n, &t);
@@ -145,7 +159,8 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
                 else
                     ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
                                           s->full + 8 * ring.stage, C::BY_BLOCK ? ep_cluster_rank() : rank,
-                                          map_a, map_b);
+                                          map_a, map_b, (const EpGemmW4Params *)p,
+                                          ep_gemm_w4_slot<C>(s, ring.stage));
                 if (k == 0 && (C::BY_BLOCK ? ep_cluster_rank() : rank) == 0)
                     drawn = ep_next_tile_send<C>(p, s, num_done);
             }
@@ -339,7 +354,10 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
                 EP_GEMM_REGS>(); /* as at the start, because code follows that all threads execute */
     } else {
         ep_setmaxnreg_inc<Hooks::MMA_REGS>();
-        if constexpr (C::SMALL_M) {
+        if constexpr (C::W4) {
+            static_assert(!Hooks::FUSED, "tile_written would be called before the tile's burst");
+            ep_gemm_mma_tiles_w4<C>((const EpGemmW4Params *)p, &s);
+        } else if constexpr (C::SMALL_M) {
             static_assert(!Hooks::FUSED, "tile_written would be called before the tile's burst");
             ep_gemm_mma_tiles_small_m<C>(p, &s);
         } else if constexpr (C::BY_BLOCK) ep_gemm_mma_tiles_fp8<C>(p, hooks, &s);

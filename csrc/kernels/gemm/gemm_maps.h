@@ -57,6 +57,13 @@ static inline EpTensorMap ep_map_fp8(EpTensorMap m) {
     return m;
 }
 
+/* The tensor map of the rows of a product with weights of 4 bits, for small or large M: a box has 8 rows of
+ * two times 64 values of k, or 64 rows. The weights need no map: a part of them is contiguous. */
+static inline EpTensorMap ep_map_w4_rows(const EpGemmParams *p, bool is_large) {
+    const EpTensorMap few = {p->a, 3, p->is_f16, {64, p->num_rows, p->k / 64}, {p->k, 64}, {64, 8, 2}};
+    return is_large ? ep_map_rows(p, p->a, p->k, 64) : few;
+}
+
 /* Transposed rows of FP8: `num_lines` lines of P numbers. A box has 128 numbers of each of `lines` lines. */
 static inline EpTensorMap ep_map_transposed(const EpWgradFp8Params *p, const void *base, uint32_t num_lines,
                                             uint32_t lines) {

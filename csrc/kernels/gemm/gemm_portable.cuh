@@ -70,10 +70,10 @@ template <int ACT, bool F16, bool ACCUMULATES> struct EpSimpleGemm {
     }
 };
 
-template <int ACT, bool F16, bool ACCUMULATES> __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
-    simple_gemm_kernel(const __grid_constant__ EpGemmParams p) {
+/* G: EpSimpleGemm, or one that derives from it and loads weights of another format. Params: its parameters,
+ * which are EpGemmParams or begin with them. */
+template <typename G, typename Params> EP_PTX void simple_gemm(const EpGemmParams &p, const Params &params) {
     using namespace nvcuda;
-    using G = EpSimpleGemm<ACT, F16, ACCUMULATES>;
     using T = typename G::T;
     __shared__ __align__(32) T a[EP_SIMPLE_TILE * EP_SIMPLE_PITCH], b[EP_SIMPLE_TILE * EP_SIMPLE_PITCH];
     __shared__ __align__(32) float sums[EP_SIMPLE_TILE * EP_SIMPLE_OUT_PITCH];
@@ -94,7 +94,7 @@ template <int ACT, bool F16, bool ACCUMULATES> __global__ void __launch_bounds__
                 const uint32_t bn = b_by_row ? i / EP_SIMPLE_BK : i % EP_SIMPLE_TILE;
                 const uint32_t bc = b_by_row ? i % EP_SIMPLE_BK : i / EP_SIMPLE_TILE;
                 a[am * EP_SIMPLE_PITCH + ac] = G::load_a(&p, &t, am, k + ac);
-                b[bn * EP_SIMPLE_PITCH + bc] = G::load_b(&p, &t, bn, k + bc);
+                b[bn * EP_SIMPLE_PITCH + bc] = G::load_b(&params, &t, bn, k + bc);
             }
             __syncthreads();
             for (int kk = 0; kk < EP_SIMPLE_BK; kk += 16) {
@@ -116,6 +116,11 @@ template <int ACT, bool F16, bool ACCUMULATES> __global__ void __launch_bounds__
         G::write_tile(&p, &t, sums);
         __syncthreads();
     }
+}
+
+template <int ACT, bool F16, bool ACCUMULATES> __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
+    simple_gemm_kernel(const __grid_constant__ EpGemmParams p) {
+    simple_gemm<EpSimpleGemm<ACT, F16, ACCUMULATES>>(p, p);
 }
 
 #endif /* EP_GEMM_PORTABLE_CUH */

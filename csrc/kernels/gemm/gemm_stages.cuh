@@ -20,7 +20,7 @@ enum {
 template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false, BY_BLOCK = false,
-                          ACCUMULATES = false, SAVES = false;
+                          ACCUMULATES = false, SAVES = false, W4 = false;
     /* The warp that loads scales, if there are any: the producer's, or one of its own (SCALE_WARP), to which
      * the producer signals each stage. */
     static constexpr bool WARP_PRODUCES = false, SCALE_WARP = false;
