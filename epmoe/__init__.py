@@ -15,6 +15,7 @@
     grouped_gemm       rows grouped by expert times each expert's own weights
     quantize_fp8       rows, or their activations, in FP8 with a scale for each 128 numbers;
                        quantize_fp8_weight for weights
+    quantize_mxfp4     weights in MXFP4, and quantize_int4 in INT4, whose format is an Int4
     SwiGLU, GptOss     gates with other numbers
     numerics           what the bits of a module's results depend on
     reference          the oracle, in plain PyTorch
@@ -37,6 +38,7 @@ from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, Ep
                      PeerDied, PeerError)
 from .flops import install as _count_flops
 from .gemm.activations import GptOss, SwiGLU
+from .gemm.four_bit import Int4, quantize_int4, quantize_mxfp4
 from .gemm.grouped import grouped_gemm
 from .gemm.quantize import quantize_fp8, quantize_fp8_weight
 from .moe.module import EPMoE
@@ -47,8 +49,9 @@ from .moe.placement import ExpertMap, balance_experts
 _count_flops()
 __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError",
-           "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted",
+           "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted", "Int4",
            "LowLatencyAll2All", "LowLatencyHandle", "Nodes", "PeerDied", "PeerError", "PendingCall",
            "SwiGLU", "SymmetricHeap", "World", "balance_experts", "clip_grad_norm_", "expert_parameters",
            "grouped_gemm", "include_dir", "numerics", "prepare_ddp", "prepare_fsdp", "quantize_fp8",
-           "quantize_fp8_weight", "reference", "thread_worlds", "whole_state_dict"]
+           "quantize_fp8_weight", "quantize_int4", "quantize_mxfp4", "reference", "thread_worlds",
+           "whole_state_dict"]

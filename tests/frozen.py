@@ -1,6 +1,7 @@
 """What a change of the inside must not change: outputs bit by bit, public names, machine code of kernels.
 
     python tests/frozen.py record [--device cuda] [--ranks 1,2,4]   write tests/frozen/DEVICE.json
+    python tests/frozen.py record [--device cuda] --only REGEX      add the facts of new cases to it
     python tests/frozen.py compare [--device cuda] [--only REGEX]   compare with it; exit 1 if a fact differs
     python tests/frozen.py kernels FILE [--against FILE]            the machine code of a module's kernels
 
@@ -26,9 +27,11 @@ from pathlib import Path
 import torch
 
 import epmoe
+from epmoe.gemm import four_bit
 from epmoe.testing import run_ranks, set_device
 
 FOLDER = Path(__file__).resolve().parent / "frozen"
+FOUR_BITS = {"mxfp4": "mxfp4", "int4": "int4", "int4_zeros": epmoe.Int4(64, zero_points=True)}
 EXPERTS, TOKENS, HIDDEN, INNER, TOPK = 8, 24, 64, 48, 3
 ACTIVATIONS = {"swiglu": "swiglu", "gelu": "gelu", "relu2": "relu2", "silu": "silu",
                "gpt_oss": epmoe.GptOss(), "swiglu_limit": epmoe.SwiGLU(1.25, 2.0)}
@@ -148,6 +151,41 @@ def moe_fp8(i, dtype, options):
     module.layer.synchronize()
     module.finalize()
     return {"y": y, "stages": stages}
+
+
+def gemm_four_bit(i, dtype, weight_dtype, activation):
+    """The layout of the weights is no fact: the kernels alone read it."""
+    H, N, counts = 192, 128, torch.tensor([5, 0, 17, 2]).to(i.device)
+    x = i.normal(24, H, dtype=dtype)
+    w = four_bit.quantize(four_bit.as_format(weight_dtype), i.normal(4, N, H, scale=0.1), dtype)
+    act = ACTIVATIONS.get(activation)
+    with torch.no_grad():
+        y = epmoe.grouped_gemm(x, w.numbers, counts, bias=i.normal(4, N, dtype=dtype), activation=act,
+                               b_scale=w.scales, b_zero=w.zeros)
+    return {"y": y}
+
+
+def quantize_four_bit(i, dtype):
+    w = i.normal(2, 64, 192, dtype=dtype)
+    found = {"mxfp4": epmoe.quantize_mxfp4(w), "int4": epmoe.quantize_int4(w),
+             "int4_zeros": epmoe.quantize_int4(w, 64, zero_points=True)}
+    return {f"{name}{n}": t for name, parts in found.items() for n, t in enumerate(parts)}
+
+
+def moe_four_bit(i, dtype, weight_dtype, activation, options):
+    H, I = 192, 64
+    torch.manual_seed(7)
+    module = epmoe.EPMoE(H, I, EXPERTS, TOPK, activation=ACTIVATIONS[activation], max_tokens=TOKENS,
+                         dtype=dtype, bias=activation == "gpt_oss", device=i.device,
+                         weight_dtype=weight_dtype, **options)
+    T = i.num_tokens("unequal")
+    x, (idx, w) = i.normal(T, H, dtype=dtype), i.routing(T, "drops")
+    with torch.no_grad():
+        y, stages = module(x, idx, w), module(x, idx, w, decode=False)
+    whole = epmoe.whole_state_dict(module)
+    module.layer.synchronize()
+    module.finalize()
+    return {"y": y, "stages": stages} | {f"whole.{k}": v for k, v in whole.items()}
 
 
 def fused(i, dtype, activation, pattern, options):
@@ -296,6 +334,16 @@ def _define():
         case(f"moe_fp8/{name}", moe_fp8, DTYPES[name], {})
         case(f"moe_fp8/{name}/capacity", moe_fp8, DTYPES[name], {"capacity": 700})
         case(f"moe_fp8/{name}/fused", moe_fp8, DTYPES[name], {"fused": True})
+        case(f"quantize/{name}/four_bit", quantize_four_bit, DTYPES[name])
+        for kind, weight_dtype in FOUR_BITS.items():
+            for activation in (None, "swiglu", "gpt_oss"):
+                case(f"gemm/{name}/{kind}/{activation}", gemm_four_bit, DTYPES[name], weight_dtype,
+                     activation)
+            for activation in ("swiglu", "gpt_oss"):
+                case(f"moe_four_bit/{name}/{kind}/{activation}", moe_four_bit, DTYPES[name], weight_dtype,
+                     activation, {})
+            case(f"moe_four_bit/{name}/{kind}/capacity", moe_four_bit, DTYPES[name], weight_dtype, "swiglu",
+                 {"capacity": 700})
 
 
 _define()
@@ -306,6 +354,8 @@ def _applies(name, size, device):
         return size == 4
     if name.startswith(("gemm/", "quantize/")):
         return size == 1
+    if name.startswith("moe_four_bit/"):
+        return size <= 2
     return True
 
 
@@ -448,13 +498,20 @@ def main():
         print("\n".join(lines) or f"the machine code of all {len(new)} kernels is the same")
         return bool(lines)
     path = FOLDER / f"{args.device}.json"
-    old = json.loads(path.read_text()) if args.command == "compare" else None
+    adds = args.command == "record" and args.only
+    old = json.loads(path.read_text()) if args.command == "compare" or adds else None
     if old and old["of"] != machine(args.device):
-        print(f"frozen: NOT COMPARED, {path.name} is of {old['of']}, this is {machine(args.device)}: record "
+        done = "ADDED TO" if adds else "COMPARED"
+        print(f"frozen: NOT {done}, {path.name} is of {old['of']}, this is {machine(args.device)}: record "
               f"the commit before the change on this machine first")
         return 2
     sizes = args.ranks or (old["ranks"] if old else "1,2,4")
     facts = names() | outputs(args.device, [int(n) for n in sizes.split(",")], args.only)
+    if adds:
+        new = {k: v for k, v in facts.items() if k not in old["facts"]}
+        write(path, old["of"], old["ranks"], old["facts"] | new)
+        print(f"{len(new)} facts added to {path}, the others are as they were")
+        return 0
     if old is None:
         write(path, machine(args.device), sizes, facts)
         print(f"{len(facts)} facts in {path}")

@@ -7,7 +7,9 @@ gradients of the output, and modules with the same experts and other numbers of 
 ways: fused, in stages, decoding, in a CUDA graph.  In each step random tokens of the pool, in a random order
 and on random ranks, go through one of the modules, with gradients or without.  The output of each token, and
 the gradients of the token and of its routing weights, must have the bits that the whole pool gave at first.
---shape: random small sizes, or a shape of the benchmarks.  --dtype fp8: experts in FP8, without gradients.
+--shape: random small sizes, or a shape of the benchmarks.  --dtype fp8, mxfp4 or int4: experts in this
+format, without gradients.  With 4 bits the tokens are in bfloat16 or float16, and INT4 has groups of any size
+with or without zero points.
 --tokens: the most tokens of a pool.
 Without GPUs, the ranks are threads on the CPU.
 """
@@ -26,12 +28,14 @@ from soak_fused import main
 ACTIVATIONS = ("swiglu", "gpt_oss", "gelu", "geglu_tanh", "relu2", "silu", epmoe.SwiGLU(1.3, 3.0, 1))
 MOST_TOKENS = {"cpu": 60, "cuda": 3000}  # of a pool
 FEW = 16  # tokens of a module that decodes
+# --dtype of experts that are quantised: H and I are multiples of the first number, at most so many times
+UNITS = {"fp8": (128, (5, 3)), "mxfp4": (64, (10, 6)), "int4": (64, (10, 6))}
 
 
 class Sizes:
-    def __init__(self, r, shape, size, on_gpu, fp8, most_tokens):
+    def __init__(self, r, shape, size, on_gpu, dtype, most_tokens):
         if shape == "random":
-            unit, most = (128, (5, 3)) if fp8 else (16, (40, 24))
+            unit, most = UNITS.get(dtype, (16, (40, 24)))
             self.hidden, self.inner = (unit * r.randint(1, n) for n in most)
             self.num_experts = size * r.randint(1, 9)
             self.topk = r.randint(1, min(6, self.num_experts))
@@ -41,15 +45,20 @@ class Sizes:
             self.hidden, self.inner, self.num_experts, self.topk = s.hidden, s.inner, s.experts, s.topk
             self.activation, self.bias = "swiglu", False
         self.num_tokens = r.randint(1, most_tokens or MOST_TOKENS["cuda" if on_gpu else "cpu"])
+        self.dtype = torch.bfloat16 if dtype in UNITS else getattr(torch, dtype)
+        self.weight_dtype = {"fp8": torch.float8_e4m3fn, "mxfp4": "mxfp4"}.get(dtype)
+        if dtype in ("mxfp4", "int4"):
+            self.dtype = r.choice((torch.bfloat16, torch.float16))
+        if dtype == "int4":
+            groups = [g for g in (32, 64, 128) if self.hidden % g == self.inner % g == 0]
+            self.weight_dtype = epmoe.Int4(r.choice(groups), r.random() < 0.5)
 
 
-def make_modules(world, device, r, s, dtype):
+def make_modules(world, device, r, s):
     """{name: an EPMoE}, all with the same experts."""
-    fp8 = dtype == "fp8"
     options = dict(hidden=s.hidden, inner=s.inner, num_experts=s.num_experts, topk=s.topk,
                    ep_group=world, activation=s.activation, bias=s.bias, device=device,
-                   dtype=torch.bfloat16 if fp8 else getattr(torch, dtype),
-                   weight_dtype=torch.float8_e4m3fn if fp8 else None,
+                   dtype=s.dtype, weight_dtype=s.weight_dtype,
                    rank_invariant=r.random() < 0.3 and not isinstance(world, epmoe.Nodes))
     most = s.num_tokens
     ways = {"default": {}, "fused": {"fused": True}, "stages": {"fused": False},
@@ -111,13 +120,12 @@ def results(moe, pool, tokens, trains, call=epmoe.EPMoE.__call__, **options):
 def run_batch(world, device, seed, number, num_steps, graph, shape="random", dtype="bfloat16", tokens=0):
     """The number of steps with a wrong result."""
     r = random.Random(f"{seed} {number} {world.size}")  # the same on all ranks
-    s = Sizes(r, shape, world.size, device.type == "cuda", dtype == "fp8", int(tokens))
+    s = Sizes(r, shape, world.size, device.type == "cuda", dtype, int(tokens))
     torch.manual_seed(r.randrange(1 << 30))
-    modules = make_modules(world, device, r, s, dtype)
-    of_tokens = next(iter(modules.values())).layer.dtype
-    pool = Pool(s, of_tokens, device, seed, number, world.size)
+    modules = make_modules(world, device, r, s)
+    pool = Pool(s, s.dtype, device, seed, number, world.size)
     everything = torch.arange(s.num_tokens, device=device)
-    may_train = dtype != "fp8"
+    may_train = dtype not in UNITS
     wanted = results(modules["default"], pool, everything, may_train)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     names = list(modules)

@@ -158,6 +158,7 @@ PROGRAMS = {
     "module-bf16-grad": functools.partial(make_moe, dtype=BF16, with_grad=True, bias=True),
     "module-bf16-backward": functools.partial(make_moe, dtype=BF16, with_grad=True, backward=True, bias=True),
     "module-fp8": functools.partial(make_moe, dtype=BF16, weight_dtype=torch.float8_e4m3fn),
+    "module-int4": functools.partial(make_moe, dtype=BF16, weight_dtype="int4"),
     "module-decode": functools.partial(make_moe, dtype=BF16, max_tokens=NUM_TOKENS),
     "stages": functools.partial(make_layer, kind=LAYER, dtype=F32, calls=stages),
     "stages-grad": functools.partial(make_layer, kind=LAYER, dtype=F32, calls=direct_stages, with_grad=True),

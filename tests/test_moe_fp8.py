@@ -279,7 +279,7 @@ def test_moe_fp8_lack_of_memory_in_the_middle_changes_nothing(monkeypatch, is_st
     plain = experts_of(2)
     parameters = dict(moe.named_parameters())
     before = {name: bits(p).clone() for name, p in parameters.items()}
-    monkeypatch.setattr(epmoe.moe.checkpoint, "quantize_fp8_weight", out_of_memory(1))
+    monkeypatch.setattr(epmoe.moe.fp8, "quantize_fp8_weight", out_of_memory(1))
     whole = stacked(plain, 2) if is_stacked else plain
     got = outcome(lambda: moe.load_state_dict(whole, assign=assign))
     check_outcomes([got], "OutOfMemoryError", "no memory")

@@ -27,6 +27,9 @@ from .transformers_experts import store_as_epmoe_reads
 
 __all__ = ["experts_forward", "spread_experts", "store_as_epmoe_reads"]
 
+# The options of an EPMoE that are not of its layer, and so not shared with it.
+_OF_MODULE = {"topk", "num_physical", "weight_dtype", "compute_dtype", "wgrad_dtype", "delay_wgrad_compute",
+              "fuse_wgrad_accumulation", "num_chunks", "rank_invariant"}
 _alone = parts.Layers()  # of this process alone
 
 
@@ -73,7 +76,7 @@ def spread_experts(model, ep_group=None, **options):
 
     Args:
         model: A model of transformers, or any module with experts that use_experts_implementation has
-            decorated, or with those that transformers makes for an FP8 model.
+            decorated, or with those that transformers makes for a model in FP8 or MXFP4.
         ep_group: As for EPMoE.
         **options: Options of EPMoE.from_experts: max_tokens, device, capacity and others.
 
@@ -91,19 +94,19 @@ def spread_experts(model, ep_group=None, **options):
         >>> callable(spread_experts)
         True
     """
-    found = [(path, m) for path, m in model.named_modules() if parts.is_decorated(m) or parts.is_fp8(m)]
+    found = [(path, m) for path, m in model.named_modules() if parts.can_spread(m)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that transformers lets another "
                          f"implementation compute")
     layers, made = {}, {}
     try:
         for path, experts in found:
-            is_transposed = getattr(experts, "is_transposed", False)
-            shape = tuple(experts.down_proj.shape), experts.down_proj.dtype, is_transposed
-            shared = options
+            shape = parts.layer_key(experts)
+            shared = dict(options)
+            if not hasattr(experts, "config") and hasattr(model, "config"):
+                shared.setdefault("topk", parts.topk_of(model.config))
             if shape in layers:
-                of_module = options.keys() & {"num_physical", "weight_dtype"}
-                shared = {"layer": layers[shape]} | {n: options[n] for n in of_module}
+                shared = {n: v for n, v in shared.items() if n in _OF_MODULE} | {"layer": layers[shape]}
             made[path] = EPMoE.from_experts(experts, ep_group, **shared)
             layers[shape] = made[path].layer
     except Exception:

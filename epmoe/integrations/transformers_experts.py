@@ -16,6 +16,7 @@ from ..a2a.base import propagate_layer_error, together, world_of
 from ..comm.error_propagation import check_plain
 from ..comm.world import thread_worlds
 from ..gemm.activations import UNGATED, GptOss, SwiGLU, activate
+from ..gemm.four_bit import PACKED_DTYPES
 from ..gemm.grouped import grouped_gemm
 from ..moe import experts as experts_ops
 from ..torch_modes import is_watched, join_backward, without_dynamo
@@ -51,6 +52,22 @@ def is_plain(experts):
 def is_fp8(experts):
     """Whether the experts are those that transformers makes for an FP8 model."""
     return hasattr(experts, "down_proj_scale_inv") and experts.down_proj.dtype == torch.float8_e4m3fn
+
+
+def is_gpt_oss_mxfp4(experts):
+    """Whether the experts are those that transformers makes for GPT-OSS in MXFP4."""
+    return any(hasattr(experts, f"down_proj_{of}") for of in ("blocks", "precision_config"))
+
+
+def is_mxfp4(experts):
+    """Whether the experts are those that transformers makes for a model with experts in MXFP4."""
+    return is_gpt_oss_mxfp4(experts) or (hasattr(experts, "down_proj_scale_inv")
+                                         and experts.down_proj.dtype in PACKED_DTYPES)
+
+
+def can_spread(experts):
+    """Whether a module is one of experts, of those that spread_experts looks for."""
+    return is_decorated(experts) or is_fp8(experts) or is_mxfp4(experts)
 
 
 def _number_of(experts, *names):
@@ -96,6 +113,8 @@ def _find_activation(experts):
 
 def activation_of(experts):
     """Return the activation for epmoe's GEMM, or None: the experts apply their own."""
+    if is_gpt_oss_mxfp4(experts):
+        return GptOss(float(experts.alpha), float(experts.limit))
     if not hasattr(experts, "_epmoe_activation"):
         _find_activation(experts)
     return experts._epmoe_activation
@@ -267,7 +286,8 @@ def compute_rows(forward, layer, x, idx, weight):
 # ---- an EPMoE of an experts module ----
 
 
-def _topk_of(config):
+def topk_of(config):
+    """Return K of a configuration, or raise ValueError."""
     found = next((k for name in _TOPK if isinstance(k := getattr(config, name, None), int)), None)
     if found is None:
         raise ValueError(f"{type(config).__name__} does not say how many experts a token has: pass topk=, "
@@ -283,32 +303,73 @@ def _fp8_parameters(experts):
     if getattr(experts, "activation_scheme", "dynamic") != "dynamic":
         raise ValueError(f"{name} has the activation_scheme {experts.activation_scheme!r}: EPMoE wants "
                          f"\"dynamic\", because it computes the scales of activations itself")
+    return _scaled_parameters(experts)
+
+
+def _scaled_parameters(experts):
+    """Return {name: parameter of all experts} of weights that have a scale_inv."""
     up = "gate_up_proj" if has_gate(experts) else "up_proj"
     names = {"gate_up_proj": up, "down_proj": "down_proj"}
     return {to + end: getattr(experts, of + end) for to, of in names.items() for end in ("", "_scale_inv")}
 
 
+def _mxfp4_parameters(experts):
+    """Return {name: parameter of all experts} of GPT-OSS in MXFP4, as its checkpoints hold them."""
+    found = {}
+    for name in ("gate_up_proj", "down_proj"):
+        if hasattr(experts, f"{name}_blocks"):
+            blocks, scales = (getattr(experts, f"{name}_{of}") for of in ("blocks", "scales"))
+        else:
+            blocks, scales = _from_triton(experts, name)
+        found |= {f"{name}_blocks": blocks, f"{name}_scales": scales,
+                  f"{name}_bias": getattr(experts, f"{name}_bias")}
+    return found
+
+
+def _from_triton(experts, name):
+    """Return blocks and scales of weights that transformers has given to the Triton kernels of GPT-OSS.
+
+    As Mxfp4ReverseDeserialize of transformers does for save_pretrained.
+    """
+    config = getattr(experts, f"{name}_precision_config")
+    if config is None:
+        raise ValueError(f"{type(experts).__name__} has no scales of {name}: load its checkpoint first")
+    parts = [t.storage.layout.unswizzle_data(t.storage.data).transpose(-1, -2)
+             for t in (getattr(experts, name), config.weight_scale)]
+    return parts[0].reshape(*parts[1].shape, -1), parts[1]
+
+
+def layer_key(experts):
+    """Return what experts that can share a layer have in common."""
+    if is_gpt_oss_mxfp4(experts):
+        return experts.num_experts, experts.hidden_size, experts.intermediate_size, "mxfp4", False
+    return tuple(experts.down_proj.shape), experts.down_proj.dtype, getattr(experts, "is_transposed", False)
+
+
 def _sizes_of(experts, topk):
     """Return ({name: parameter of all experts}, K), or raise ValueError for what EPMoE cannot compute."""
     name = type(experts).__name__
-    if not is_plain(experts) and not is_fp8(experts):
+    if not is_plain(experts) and not is_fp8(experts) and not is_mxfp4(experts):
         raise ValueError(f"{name}: wanted the experts of a transformers model, which "
                          f"use_experts_implementation has decorated, with weights that are not quantized, "
-                         f"or in FP8")
+                         f"or in FP8 or MXFP4")
     if has_post_norm(experts):
         raise ValueError(f"{name} has a norm after each expert, and EPMoE has none")
     if activation_of(experts) is None:
         raise ValueError(f"{name} has an activation that EPMoE does not have: use "
                          f"ep_implementation=\"epmoe\"")
-    if experts.down_proj.is_meta:
+    whole = _parameters_of(experts)
+    if any(t.is_meta for t in whole.values()):
         raise ValueError(f"{name}: the parameters are on the meta device: load them first")
-    return _parameters_of(experts), _topk_of(experts.config) if topk is None else topk
+    return whole, topk_of(getattr(experts, "config", None)) if topk is None else topk
 
 
 def _parameters_of(experts):
     """Return {name of EPMoE's parameter: that of all experts}."""
     if is_fp8(experts):
         return _fp8_parameters(experts)
+    if is_mxfp4(experts):
+        return _mxfp4_parameters(experts) if is_gpt_oss_mxfp4(experts) else _scaled_parameters(experts)
     (up, up_bias), (down, down_bias) = up_and_down(experts)
     whole = {"gate_up_proj": up, "down_proj": down, "gate_up_proj_bias": up_bias, "down_proj_bias": down_bias}
     return {n: t for n, t in whole.items() if t is not None}
@@ -338,14 +399,15 @@ def from_experts(cls, experts, ep_group, topk, options):
 
 def _made(cls, experts, ep_group, whole, topk, options):
     """Return an EPMoE for the parameters {name: all experts}, without their numbers."""
-    up = whole["gate_up_proj"]
-    num_experts, hidden, inner = whole["down_proj"].shape
+    down = whole.get("down_proj_blocks", whole.get("down_proj"))
+    num_experts, hidden, inner = down.shape[0], down.shape[1], down[0, 0].numel()
     if "layer" not in options:
-        options = {"device": up.device} | options
-    dtype = up.dtype
-    if is_fp8(experts):
-        dtype = getattr(experts.config, "dtype", None) or torch.bfloat16
-        options = {"weight_dtype": torch.float8_e4m3fn} | options
+        options = {"device": down.device} | options
+    dtype = down.dtype
+    if is_fp8(experts) or is_mxfp4(experts):
+        dtype = getattr(getattr(experts, "config", None), "dtype", None) or torch.bfloat16
+        options = {"weight_dtype": "mxfp4" if is_mxfp4(experts) else torch.float8_e4m3fn} | options
+        inner *= 1 + is_mxfp4(experts)  # two numbers in a byte
     return cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), dtype=dtype,
                bias="down_proj_bias" in whole, **options)
 
@@ -354,6 +416,8 @@ def _loaded(moe, experts):
     """Copy the experts of this rank, and return the module."""
     whole = _parameters_of(experts)
     moe.load_state_dict(whole)
-    if not moe.is_fp8:
+    if is_gpt_oss_mxfp4(experts):
+        moe._is_hooked = True  # else transformers' module above calls its Triton kernels
+    if moe._format.has_gradients:
         moe.requires_grad_(whole["gate_up_proj"].requires_grad)
     return moe.train(experts.training)

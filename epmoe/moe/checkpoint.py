@@ -1,7 +1,9 @@
-"""What EPMoE.load_state_dict takes beside its own parameters: checkpoints with the experts one by one.
+"""What EPMoE's state dicts hold, and what it loads beside them: checkpoints with the experts one by one.
 
 Such a checkpoint has, for each expert e, `e.gate_proj.weight`, `e.up_proj.weight` and `e.down_proj.weight`,
-[out, in], and in FP8 also `weight_scale_inv` of each.  EPMoE has them in gate_up_proj and down_proj.
+[out, in], or `e.w1.weight`, `e.w3.weight` and `e.w2.weight`; and with scales also, for example,
+`weight_scale_inv` of each.  EPMoE has them in gate_up_proj and down_proj.  What tensors a weight has, and how
+they become parameters, is a matter of its format (weights.py).
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ import torch
 from torch import Tensor
 
 from ..gemm.activations import gpt_oss_numbers, is_gated
-from ..gemm.quantize import quantize_fp8_weight
 from ..torch_modes import writing
-from . import fp8
+from . import shards
 from .shards import StateDict, is_dtensor
+from .weights import WEIGHTS, Source, WeightFormat
 
 if TYPE_CHECKING:
     from .module import EPMoE
 
-_KEY = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj)\.(weight|weight_scale_inv|bias)")
+_KEY = re.compile(r"(\d+)\.(\w+)\.(\w+)")
+_OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # of Mixtral and DeepSeek-V4
 
 
 class Staged:
@@ -82,10 +85,14 @@ class _Loader:
         self.moe, self.state_dict, self.prefix = moe, state_dict, prefix
         self.missing, self.errors = missing, errors
         self.parts = _parts(moe)
+        self.names = {projection: projection for projection in self.parts}  # in the state dict
 
     def run(self) -> set[str]:
         """Copy all, and return the keys that are of experts, on any rank."""
-        known = {key for key in self.state_dict if self._is_known(key)}
+        known = self._known()
+        if not known and is_gated(self.moe.activation):
+            self.names = _OTHER_NAMES
+            known = self._known()
         if not known:
             return known
         if gpt_oss_numbers(self.moe.activation):
@@ -104,67 +111,29 @@ class _Loader:
                     self._load_one(i, e, projection)
         return known
 
-    def _is_known(self, key: str) -> bool:
-        match = _KEY.fullmatch(key[len(self.prefix):]) if key.startswith(self.prefix) else None
-        if match is None or int(match[1]) >= self.moe.num_experts or match[2] not in self.parts:
-            return False
-        return {"weight": True, "bias": self.moe.down_proj_bias is not None,
-                "weight_scale_inv": self.moe.is_fp8}[match[3]]
-
-    def _get(self, key: str, to: Tensor) -> Tensor | None:
-        """Return the tensor of a key if it has the shape of its destination."""
-        t = self.state_dict.get(key)
-        if t is None:
-            self.missing.append(key)
-        elif not isinstance(t, torch.Tensor) or t.shape != to.shape or not t.dtype.is_floating_point:
-            got = f"{list(t.shape)} of {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__
-            self.errors.append(f"{key}: wanted {list(to.shape)} of a floating-point dtype, got {got}.")
-        else:
-            return t
-        return None
-
-    def _at(self, name: str, i: int, projection: str) -> Tensor:
-        """Return the part of a parameter, of the i-th expert of this rank, that a projection has."""
-        _, part, num_parts = self.parts[projection]
-        return getattr(self.moe, name)[i].detach().chunk(num_parts)[part]
+    def _known(self) -> set[str]:
+        """Return the keys of experts."""
+        endings = {*self.moe._format.endings, *(["bias"] if self.moe.down_proj_bias is not None else [])}
+        found = set()
+        for key in self.state_dict:
+            match = _KEY.fullmatch(key[len(self.prefix):]) if key.startswith(self.prefix) else None
+            if (match is not None and int(match[1]) < self.moe.num_experts
+                    and match[2] in self.names.values() and match[3] in endings):
+                found.add(key)
+        return found
 
     def _load_one(self, i: int, e: int, projection: str) -> None:
-        name, key = self.parts[projection][0], f"{self.prefix}{e}.{projection}."
-        to = self._at(name, i, projection)
-        t = self._get(key + "weight", to)
-        if self.moe.down_proj_bias is not None:
-            to_bias = self._at(name + "_bias", i, projection)
-            if (bias := self._get(key + "bias", to_bias)) is not None:
-                to_bias.copy_(bias)
-        if t is None or (wrong := error_of_dtype(self.moe, t)) is not None:
-            if t is not None:
-                self.errors.append(f"{key}weight: {wrong}")
-            return
-        if not self.moe.is_fp8:
-            to.copy_(t)
-            return
-        to_scales = self._at(name + fp8.SCALE, i, projection)
-        if t.dtype == fp8.E4M3:
-            scales = self._get(key + "weight_scale_inv", to_scales)
-            if scales is None:
-                return
-        elif key + "weight_scale_inv" in self.state_dict:
-            self.errors.append(f"{key}weight_scale_inv: is given, but the weights are {t.dtype}.")
-            return
-        else:
-            t, scales = (q[0] for q in quantize_fp8_weight(t.detach().to(to.device)[None]))
-        to.copy_(t)
-        to_scales.copy_(scales)
-
-
-def error_of_dtype(moe: EPMoE, t: Tensor) -> str | None:
-    """Return what is wrong with the dtype of weights, or None.  torch would cast FP8 without its scales."""
-    if t.dtype.itemsize != 1 or (moe.is_fp8 and t.dtype == fp8.E4M3):
-        return None
-    if moe.is_fp8:
-        return f"wanted torch.float8_e4m3fn, or 16 or 32 bits to quantise, got {t.dtype}."
-    return (f"the weights are {t.dtype}, but this EPMoE has {moe.layer.dtype}: create it with "
-            f"weight_dtype=torch.float8_e4m3fn.")
+        name, part, num_parts = self.parts[projection]
+        moe, key = self.moe, f"{self.prefix}{e}.{self.names[projection]}"
+        _, n, k = moe._shapes[name]
+        source = Source(self.state_dict, key, (n // num_parts, k), moe.layer.device, self.missing,
+                        self.errors)
+        if moe.down_proj_bias is not None:
+            to = getattr(moe, name + "_bias")[i].detach().chunk(num_parts)[part]
+            if (bias := source.get("bias", to.shape)) is not None:
+                to.copy_(bias)
+        for end, t in moe._format.read(source).items():
+            moe._format.part(end, getattr(moe, name + end)[i].detach(), part, num_parts).copy_(t)
 
 
 def load_experts(moe: EPMoE, state_dict: StateDict, prefix: str, missing: list[str],
@@ -182,23 +151,87 @@ def load_experts(moe: EPMoE, state_dict: StateDict, prefix: str, missing: list[s
     return left, {prefix + name: p for name, p in moe.named_parameters(recurse=False)}
 
 
-def quantized(moe: EPMoE, own: StateDict, prefix: str, state_dict: StateDict, errors: list[str]) -> None:
-    """Quantise the entries of weights that are in 16 or 32 bits, for a module with weights in FP8.
+# ---- all experts in one tensor ----
+
+
+def save_own(moe: EPMoE, state_dict: StateDict, prefix: str, metadata: StateDict) -> None:
+    """A hook of an EPMoE, after its state dict was made."""
+    shards.save(moe, moe, state_dict, prefix, metadata, saved(moe))
+
+
+def _keys(format: WeightFormat, name: str) -> list[str]:
+    """Return what state dicts with all experts in one tensor may call the tensors of a weight."""
+    return [name + ending.removeprefix("weight") for ending in format.endings if ending.startswith("weight")]
+
+
+def saved(moe: EPMoE) -> dict[str, Tensor]:
+    """Return {what a state dict may have of the experts: a tensor that has as many experts}."""
+    named = shards.named_tensors(moe)
+    for name in WEIGHTS if not moe._format.is_saved_as_held else ():
+        if name in named:
+            numbers = named[name]
+            named = {key: t for key, t in named.items() if key not in _held(moe, name)}
+            named |= dict.fromkeys(_keys(moe._format, name), numbers)
+    return named
+
+
+def _held(moe: EPMoE, name: str) -> list[str]:
+    """Return the names of the parameters of a weight."""
+    return [name + end for end in moe._format.ends]
+
+
+def read_weights(moe: EPMoE, own: StateDict, prefix: str, state_dict: StateDict, missing: list[str],
+                 errors: list[str]) -> StateDict:
+    """Let the entries of weights be what the parameters hold.
 
     own: {key: what this rank keeps}; changed in place.
+    Returns what is left of the state dict: that without the keys that are no parameters.
     """
-    for name in fp8.WEIGHTS:
-        key, p = prefix + name, getattr(moe, name)
-        t = own.get(key)
-        if not isinstance(t, torch.Tensor):
+    format = moe._format
+    if moe._computed and not format.is_saved_as_held:
+        errors.append(f"{_computed(moe)}.")
+        return state_dict
+    for name in WEIGHTS:
+        if name in moe._computed:
             continue
-        if (wrong := error_of_dtype(moe, t)) is not None:
-            errors.append(f"{key}: {wrong}")
-            own[key] = p
-        elif moe.is_fp8 and t.dtype != fp8.E4M3 and t.shape == p.shape and t is not p:
-            if key + fp8.SCALE in state_dict:
-                errors.append(f"{key}{fp8.SCALE}: is given, but {name} is {t.dtype}.")
-                continue
-            with torch.no_grad():
-                q, scales = quantize_fp8_weight(t.detach().to(p.device))
-            own[key], own[key + fp8.SCALE] = q, scales
+        keys = [prefix + key for key in _keys(format, name)]
+        held = {prefix + key: getattr(moe, key) for key in _held(moe, name)}
+        before, absent = len(errors), list[str]()
+        source = Source(own, prefix + name, moe._shapes[name], moe.layer.device, absent, errors)
+        is_wrong = any(own.get(key) is t for key in keys for t in held.values())  # as own_entries has said
+        with torch.no_grad():
+            found = {} if is_wrong else format.read(source)
+        if not format.is_saved_as_held:
+            state_dict = {key: t for key, t in state_dict.items() if key not in keys}
+            for key in keys:
+                own.pop(key, None)
+            missing += absent
+        elif len(errors) == before:
+            held = {}  # torch reports what is missing
+        own.update(held)
+        own.update({prefix + name + end: t for end, t in found.items()})
+    return state_dict
+
+
+def write_weights(moe: EPMoE, state_dict: StateDict, prefix: str) -> None:
+    """Let a state dict that holds the parameters hold what it should have of the weights.
+
+    It may have the experts of this rank, or of all ranks.
+    """
+    format = moe._format
+    check_writable(moe)
+    for name in WEIGHTS if not format.is_saved_as_held else ():
+        weight = {end: state_dict.pop(prefix + name + end) for end in format.ends}
+        for ending, t in format.write(weight).items():
+            state_dict[prefix + name + ending.removeprefix("weight")] = t
+
+
+def check_writable(moe: EPMoE) -> None:
+    """Raise RuntimeError for weights that a state dict cannot have."""
+    if moe._computed and not moe._format.is_saved_as_held:
+        raise RuntimeError(f"state_dict(): {_computed(moe)}")
+
+
+def _computed(moe: EPMoE) -> str:
+    return (f"{', '.join(moe._computed)} of this EPMoE with weights in {moe._format.title}: computed by a "
+            f"parametrization or pruning, which state dicts of such weights cannot have: remove it first")

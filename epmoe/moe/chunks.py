@@ -128,5 +128,6 @@ def chunks_of_call(moe: EPMoE, gradients: bool) -> int:
     if layer.device.type == "cpu" or not layer.leaves_sms or gradients and layer.dtype == torch.float32:
         return 1
     nodes = layer.world
-    return _choose(layer.max_tokens // layer._copies, layer.hidden, moe.down_proj.shape[2], layer.num_experts,
+    _, hidden, inner = moe._shapes["down_proj"]
+    return _choose(layer.max_tokens // layer._copies, hidden, inner, layer.num_experts,
                    layer.topk * layer._copies, nodes.num_nodes, nodes.local_size, gradients)

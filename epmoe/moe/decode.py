@@ -39,18 +39,19 @@ def create(layer: EPAll2AllLayer, max_tokens: int,
                 reserve_sms=layer._config.reserve_sms)
 
 
-def path_of(layer: EPAll2AllLayer, decode: bool | None, is_fp8: bool) -> LowLatencyAll2All | None:
+def path_of(layer: EPAll2AllLayer, decode: bool | None, has_gradients: bool) -> LowLatencyAll2All | None:
     """Return the LowLatencyAll2All that a call uses, or None: the layer's stages.
 
     decode: as for EPMoE.forward.  All ranks must decide alike.  So the tensors of the call do not count, of
-    which only this rank's may require a gradient.  Experts in FP8 have no gradients.
+    which only this rank's may require a gradient.
+    has_gradients: whether the experts can have any.
 
     The first call of a layer that decodes by itself creates the path, on all ranks.  An error of that reaches
     all ranks, so it must not be reported again.
     """
     if decode is not None:
         return layer.low_latency if decode is True else None
-    if not layer.may_decode or torch.is_grad_enabled() and not is_fp8 or is_traced():
+    if not layer.may_decode or torch.is_grad_enabled() and has_gradients or is_traced():
         return None
     if layer.low_latency is None:
         if layer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -76,10 +77,12 @@ def check_path(path: LowLatencyAll2All | None, decode: Any, *tensors: Tensor | N
 
 
 def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
-        weights: experts_ops.Weights, activation: Activation) -> Tensor:
+        weights: experts_ops.Weights, activation: Activation,
+        scales: experts_ops.Scales | None = None) -> Tensor:
     """Dispatch, apply the experts, and combine, in one call of the module.  Returns y [T, H].
 
-    weights: as EPMoE._weights returns them, for which experts.takes says yes.
+    weights: as EPMoE._weights returns them, for which experts.takes says yes.  scales: those of weights of 4
+    bits.
     """
     gate_up, gate_up_bias, down, down_bias = weights
     capacity = a2a.capacity
@@ -87,7 +90,8 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
     try:
         a2a._check_idle(_C.OP_LL_DISPATCH, 0)
         kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
-        allocate, hidden, inner = a2a._allocator(), a2a.hidden, down.shape[2]
+        allocate, hidden, inner = a2a._allocator(), a2a.hidden, down.shape[2] * (1 if scales is None else 2)
+        up_scale, up_zero, down_scale, down_zero = scales or experts_ops.NO_SCALES
         weight = topk_weights if topk_weights.dtype == torch.float32 else experts_ops.as_float32(topk_weights)
         if gate_up_bias is not None or down_bias is not None:
             gate_up_bias, down_bias = (experts_ops.bias_of(a2a, b) for b in (gate_up_bias, down_bias))
@@ -99,8 +103,9 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         a = allocate((capacity, inner), (inner, 1), a2a.dtype)
         y = allocate((x.shape[0], hidden), (hidden, 1), a2a.dtype)
         # The second product writes into the rows, which the first has read by then.
-        _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, handle,
-                                        rows, counts, a, rows, y, *kernel))
+        _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down,
+                                        down_bias, down_scale, down_zero, handle, rows, counts, a, rows, y,
+                                        *kernel))
     except Exception as error:
         a2a._propagate(_C.OP_LL_DISPATCH, error, 0)
     return y

@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 # gate and up [L, N, H], their bias [L, N], down [L, H, I], its bias [L, H]
 Weights: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+# of weights of 4 bits: scales and zeros of gate and up, scales and zeros of down
+Scales: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+NO_SCALES = None, None, None, None
 _T = TypeVar("_T", Tensor, Tensor | None)
 _Gradients: TypeAlias = tuple[Tensor | None, ...]  # of x, weight, and of the four Weights
 
@@ -77,7 +80,7 @@ def is_one_call(layer: EPAll2AllLayer | LowLatencyAll2All, weights: Weights) -> 
     """Whether the experts of a layer with these weights are one call of the module, or its operators."""
     gate_up, _, down, _ = weights
     return (layer.nodes is None and layer.dtype in (torch.bfloat16, torch.float16) and layer._copies == 1
-            and gate_up.dtype == layer.dtype
+            and gate_up.dtype in (layer.dtype, torch.uint8)  # uint8: 4 bits
             and gate_up.dim() == down.dim() == 3 and gate_up.is_contiguous() and down.is_contiguous()
             and (layer.device.type == "cpu" or fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
 
@@ -88,10 +91,11 @@ def fits_kernels(*sizes: int) -> bool:
 
 
 def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, parameters: Weights,
-        activation: Activation, as_operators: bool = False) -> tuple[Tensor, EPLayout]:
+        activation: Activation, as_operators: bool = False,
+        scales: Scales | None = None) -> tuple[Tensor, EPLayout]:
     """Plan, and apply the experts.  Returns (y, layout).
 
-    as_operators: something must see operators.
+    as_operators: something must see operators.  scales: those of weights of 4 bits, which have no gradients.
     """
     layout = None
     try:
@@ -103,9 +107,10 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)
         empty = layer._allocator()
         layout = EPLayout(layer, empty((layer._plan_words(len(tokens)),), (1,), torch.int32), len(tokens), 0)
-        if requires_grad(tokens, weight, *parameters):
+        if scales is None and requires_grad(tokens, weight, *parameters):
             return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel), layout
-        y, *_ = _forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False)
+        y, *_ = _forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False,
+                         scales)
         return y, layout
     except Exception as error:
         if layout is not None and layout.recv is not None:
@@ -144,8 +149,8 @@ def as_float32(topk_weights: Tensor) -> Tensor:
 
 
 def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
-             parameters: Weights, kernel: Kernel, num_rows: int,
-             saves: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+             parameters: Weights, kernel: Kernel, num_rows: int, saves: bool,
+             scales: Scales | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     """Run the experts.  Returns (y, rows, h, row_weight, recv).
 
     topk_idx: None if the plan is made already.  num_rows: for how many rows to make room; they are as many as
@@ -159,6 +164,9 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: 
     x, weight, gate_up, gate_up_bias, down, down_bias = aligned_all(x, weight, gate_up, gate_up_bias, down,
                                                                     down_bias)
     num_tokens, hidden, columns, inner = x.shape[0], layer.hidden, gate_up.shape[1], down.shape[2]
+    if scales is not None:
+        inner *= 2  # a byte has two weights
+    up_scale, up_zero, down_scale, down_zero = scales or NO_SCALES
     is_planned = topk_idx is None
     key = num_tokens.bit_length(), gate_up.data_ptr() if saves else None
     known = layer.capacity if num_rows < 0 else num_rows
@@ -185,8 +193,9 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: 
             continue
         awaits_rows = 0 if knows else 1 + n // 8 if saves else ANY_SLACK
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
-            x, topk_idx, weight, gate_up, gate_up_bias, down, down_bias, layout.plan, recv, rows, row_weight,
-            h, a, out_rows, y, *kernel, saves, is_planned, awaits_rows))
+            x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
+            down_zero, layout.plan, recv, rows, row_weight, h, a, out_rows, y, *kernel, saves, is_planned,
+            awaits_rows))
         if is_launched:
             layout.recv = recv
         if is_hint:

@@ -105,6 +105,9 @@ def check_sharded(moe: EPMoE, name: str, value: DTensor) -> None:
     if moe._has_other_gradients:
         raise ValueError(f"{name} would be sharded by FSDP, which reduces gradients in the backward: leave "
                          f"delay_wgrad_compute and fuse_wgrad_accumulation out")
+    if not moe._format.is_saved_as_held:
+        raise ValueError(f"{name} would be sharded by FSDP, but weights in {moe._format.title} cannot be: "
+                         f"pass the experts in ignored_params of fully_shard")
     mesh = value.device_mesh
     if moe.expert_map is not None and mesh.size() > 1:
         raise ValueError(f"{name} would be sharded over {mesh.size()} ranks, which needs as many experts on "

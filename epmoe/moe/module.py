@@ -25,11 +25,12 @@ from ..gemm.grouped import grouped_gemm, is_transposed
 from ..gemm.quantize import quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
-from . import checkpoint, chunks, decode as decoding, experts as experts_ops, fp8, fp8_training, guards
-from . import numerics, placement, shards
+from . import checkpoint, chunks, decode as decoding, experts as experts_ops, formats, fp8, fp8_training
+from . import guards, numerics, placement, shards
 from .experts import Weights
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
+from .weights import WEIGHTS, WeightDtype, WeightFormat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 _DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-_WEIGHTS = ("gate_up_proj", "down_proj")  # biases have ordinary gradients
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
 Layout: TypeAlias = "EPLayout | NodesLayout"
 _T = TypeVar("_T", Tensor, Tensor | None)
 _DEFAULTS = inspect.signature(EpAll2AllFusedOp).parameters
@@ -161,7 +160,7 @@ class EPMoEOptions(TypedDict, total=False):
     bias: bool
     layer: EPAll2AllLayer | None
     num_physical: int | None
-    weight_dtype: torch.dtype | None
+    weight_dtype: WeightDtype | None
     compute_dtype: torch.dtype | None
     wgrad_dtype: torch.dtype | None
     delay_wgrad_compute: bool
@@ -212,13 +211,26 @@ class EPMoE(nn.Module):
     and in no state dict.
 
     load_state_dict() also takes the experts one by one, as most checkpoints have them: for each expert e
-    e.gate_proj.weight, e.up_proj.weight and e.down_proj.weight, of all experts or of those of this rank.
+    e.gate_proj.weight, e.up_proj.weight and e.down_proj.weight, or e.w1.weight, e.w3.weight and e.w2.weight,
+    of all experts or of those of this rank.
 
     FP8: with weight_dtype=torch.float8_e4m3fn the weights are as FP8 checkpoints hold them, with the scales
     gate_up_proj_scale_inv [L, 2I/128, H/128] and down_proj_scale_inv [L, H/128, I/128], float32, each for a
     block of 128 by 128; in a checkpoint with the experts one by one e.gate_proj.weight_scale_inv and so on.
     Weights of 16 or 32 bits are quantised as they are loaded.  Tokens are quantised, too.  There are no
     gradients.  See docs/fp8.md.
+
+    4 bits: with weight_dtype="mxfp4", "int4" or an Int4 the weights have 4 bits, and the products the bits of
+    those with the same weights in 16 bits, each rounded once to dtype.  H and I are multiples of 64, and of
+    Int4's group_size.  There are no gradients.  state_dict() holds what checkpoints hold: for MXFP4, as
+    gpt-oss, gate_up_proj_blocks and gate_up_proj_scales, for INT4, as compressed-tensors,
+    gate_up_proj_packed, gate_up_proj_scale and, with zero points, gate_up_proj_zero_point; and in the same
+    way down_proj.  load_state_dict() takes these, weights of 16 or 32 bits, which it quantises, and the
+    experts one by one:
+
+        DeepSeek-V4           e.w1.weight and e.w1.scale, MXFP4
+        compressed-tensors    e.gate_proj.weight_packed, weight_scale, weight_zero_point and weight_shape
+        GPTQ and AWQ          e.gate_proj.qweight, qzeros, scales and g_idx; GPTQ without act-order
 
     Training in FP8: with compute_dtype=torch.float8_e4m3fn the parameters stay in 16 bits, and the products
     of forward and backward are in FP8; see docs/fp8.md#training.
@@ -247,7 +259,7 @@ class EPMoE(nn.Module):
         layer: None, or an EpAll2AllFusedOp or EPAll2AllLayer to share with other EPMoE modules of the same
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
         num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for replicas.
-        weight_dtype: torch.float8_e4m3fn, or None: dtype.
+        weight_dtype: torch.float8_e4m3fn, "mxfp4", "int4", an Int4, or None: dtype.
         compute_dtype: torch.float8_e4m3fn, or None: dtype.  The dtype of the operands of all products.
         wgrad_dtype: With compute_dtype, that of the products that are the gradients of the weights: dtype, or
             None: compute_dtype.
@@ -273,7 +285,10 @@ class EPMoE(nn.Module):
         gate_up_proj_bias: A parameter, or None without bias.
         down_proj_bias: A parameter, or None without bias.
         gate_up_proj_scale_inv: A parameter, only in FP8, and so is down_proj_scale_inv.
-        weight_dtype: The dtype of the weights.
+        gate_up_proj_scales: A parameter, only in 4 bits, and so is down_proj_scales; with zero points also
+            gate_up_proj_zeros and down_proj_zeros.  All have the layout of the kernels, and gate_up_proj and
+            down_proj then, too (gemm/four_bit.py).
+        weight_dtype: That of the weights: a dtype, "mxfp4" or an Int4.
         is_fp8: Whether it is that of FP8.
         computes_fp8: Whether compute_dtype is that of FP8.
         layer: The communication layer.
@@ -313,7 +328,9 @@ class EPMoE(nn.Module):
     gate_up_proj_scale_inv: nn.Parameter  # these two only in FP8
     down_proj_scale_inv: nn.Parameter
     activation: Activation
-    weight_dtype: torch.dtype
+    gate_up_proj_scales: nn.Parameter  # these two only in 4 bits
+    down_proj_scales: nn.Parameter
+    weight_dtype: WeightDtype
     is_fp8: bool
     computes_fp8: bool
     wgrad_dtype: torch.dtype | None
@@ -330,6 +347,8 @@ class EPMoE(nn.Module):
     _checked_ddp: int  # id of the DistributedDataParallel that was checked
     _holds: list[int]  # the logical experts of all physical ones, or -1
     _held: list[int]  # those of this rank
+    _format: WeightFormat  # of the weights
+    _shapes: dict[str, tuple[int, int, int]]  # of the weights [L, N, K], whatever their parameters hold
     _is_home: bool  # whether each expert is where state dicts have it
 
     # ---- creation ----
@@ -339,7 +358,7 @@ class EPMoE(nn.Module):
                  activation: Activation = "swiglu", *, max_tokens: int = 4096,
                  dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
                  bias: bool = False, layer: EPAll2AllLayer | None = None, num_physical: int | None = None,
-                 weight_dtype: torch.dtype | None = None, compute_dtype: torch.dtype | None = None,
+                 weight_dtype: WeightDtype | None = None, compute_dtype: torch.dtype | None = None,
                  wgrad_dtype: torch.dtype | None = None, delay_wgrad_compute: bool = False,
                  fuse_wgrad_accumulation: bool = False, num_chunks: int | None = None,
                  rank_invariant: bool = False, capacity: int | None = None, rank: int | None = None,
@@ -379,12 +398,12 @@ class EPMoE(nn.Module):
                 raise ValueError(f"inner {inner}: must be positive")
             num_experts = integer("num_experts", num_experts)
             num_physical = check_num_physical(num_experts, world.size, num_physical)
-            weight_dtype = fp8.check_weight_dtype(weight_dtype, dtype, hidden, inner, activation)
-            self.computes_fp8 = fp8_training.check_compute_dtype(compute_dtype, dtype, weight_dtype, hidden,
-                                                                 inner, token_saving, wgrad_dtype)
-            if weight_dtype == fp8.E4M3 and self._has_other_gradients:
-                raise ValueError("delay_wgrad_compute and fuse_wgrad_accumulation: weights in FP8 have no "
-                                 "gradients: leave these options out")
+            self._format = formats.choose(weight_dtype, dtype, hidden, inner, activation)
+            self.computes_fp8 = fp8_training.check_compute_dtype(compute_dtype, self._format, hidden, inner,
+                                                                 token_saving, wgrad_dtype)
+            if not self._format.has_gradients and self._has_other_gradients:
+                raise ValueError(f"delay_wgrad_compute and fuse_wgrad_accumulation: weights in "
+                                 f"{self._format.title} have no gradients: leave these options out")
             if self.rank_invariant:
                 numerics.check_rank_invariant(world, layer)
                 options["enable_local_combine"] = False
@@ -396,10 +415,10 @@ class EPMoE(nn.Module):
                 propagate_layer_error(world, heap, error)
             raise
         self.activation = activation
-        self.weight_dtype = weight_dtype
-        self.is_fp8 = weight_dtype == fp8.E4M3
+        self.weight_dtype = self._format.weight_dtype
+        self.is_fp8 = self.weight_dtype == fp8.E4M3
         self.wgrad_dtype = wgrad_dtype or (fp8.E4M3 if self.computes_fp8 else None)
-        self._quantized = {name: fp8_training.QuantizedWeight() for name in _WEIGHTS}
+        self._quantized = {name: fp8_training.QuantizedWeight() for name in WEIGHTS}
         self.num_experts = num_experts
         if layer is not None:
             check_shared(layer, hidden, topk, num_physical, dtype)
@@ -413,7 +432,7 @@ class EPMoE(nn.Module):
                 with together(layer.world):
                     self._make(layer, halves * inner, inner, bias)
                 agree(layer.world, f"inner {inner}, activation {activation!r}, bias {bias}, num_experts "
-                                   f"{num_experts}, weight_dtype {weight_dtype}, compute_dtype "
+                                   f"{num_experts}, weight_dtype {self.weight_dtype}, compute_dtype "
                                    f"{compute_dtype}, num_chunks {num_chunks}")
             except Exception:
                 with contextlib.suppress(Exception):  # all ranks fail here, so all close the layer
@@ -432,23 +451,21 @@ class EPMoE(nn.Module):
         self.last_layout = None
         self._checked_ddp = 0
         local, hidden = layer.num_local_experts, layer.hidden
-        shapes: Shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
-        bias_shapes: Shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
-        self._make_parameters(shapes, bias_shapes, bias)
+        self._shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
+        self._make_parameters({"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}, bias)
         self.reset_parameters()
-        self.register_state_dict_post_hook(shards.save_own)
+        self.register_state_dict_post_hook(checkpoint.save_own)
 
-    def _make_parameters(self, shapes: Shapes, bias_shapes: Shapes, bias: bool) -> None:
-        """Create the parameters, or set them to None.  shapes, bias_shapes: {name: shape}."""
-        layer, device = self.layer, self.layer.device
-        for name, shape in (shapes | bias_shapes).items():
-            dtype = self.weight_dtype if name in shapes else layer.dtype
-            needed = bias or name in shapes
-            setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), not self.is_fp8)
-                    if needed else None)
-        for name, shape in shapes.items() if self.is_fp8 else ():
-            scales = torch.empty(fp8.scales_shape(shape), dtype=torch.float32, device=device)
-            setattr(self, name + fp8.SCALE, nn.Parameter(scales, False))
+    def _make_parameters(self, bias_shapes: dict[str, tuple[int, ...]], bias: bool) -> None:
+        """Create the parameters, or set them to None.  bias_shapes: {name: shape}."""
+        layer, format = self.layer, self._format
+        wanted = {name + end: of for name, shape in self._shapes.items()
+                  for end, of in format.parameters(shape).items()}
+        wanted |= {name: (shape, layer.dtype) for name, shape in bias_shapes.items()}
+        for name, (shape, dtype) in wanted.items():
+            needed = bias or name not in bias_shapes
+            setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=layer.device),
+                                             format.has_gradients) if needed else None)
 
     def reset_parameters(self) -> None:
         """Fill each parameter with uniform numbers in +-1/sqrt(fan-in).  Not collective.
@@ -477,8 +494,7 @@ class EPMoE(nn.Module):
             raise RuntimeError(f"reset_parameters: {', '.join(self._computed)} of this EPMoE: computed by a "
                                f"parametrization or pruning: call it before, or fill the parameters below it")
         generator = torch.Generator(self.layer.device)
-        up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
-        down_bound = 1 / math.sqrt(self.down_proj.shape[2])
+        up_bound, down_bound = (1 / math.sqrt(self._shapes[name][2]) for name in WEIGHTS)
         bounds = {"gate_up_proj": up_bound, "down_proj": down_bound, "gate_up_proj_bias": up_bound,
                   "down_proj_bias": down_bound}
         for i, e in enumerate(self._held):
@@ -489,9 +505,10 @@ class EPMoE(nn.Module):
             generator.manual_seed(seed + e)
             for name, bound in bounds.items():
                 p = getattr(self, name)
-                if p is not None and self.is_fp8 and name in _WEIGHTS:
-                    numbers = torch.empty(p.shape[1:], dtype=self.layer.dtype, device=p.device)
-                    fp8.put(self, name, i, numbers.uniform_(-bound, bound, generator=generator))
+                if name in WEIGHTS and not self._format.has_gradients:
+                    numbers = torch.empty(self._shapes[name][1:], dtype=self.layer.dtype, device=p.device)
+                    numbers.uniform_(-bound, bound, generator=generator)
+                    self._format.put(self, name, i, numbers)
                 elif p is not None:
                     p[i].uniform_(-bound, bound, generator=generator)
 
@@ -502,8 +519,9 @@ class EPMoE(nn.Module):
         """Make an EPMoE of the experts of a transformers model, which hold all E experts.  Collective.
 
         Args:
-            experts: A module that use_experts_implementation of transformers has decorated, the same on all
-                ranks.  Its parameters are copied.
+            experts: A module that use_experts_implementation of transformers has decorated, or one of those
+                that transformers makes for models in FP8 or MXFP4, the same on all ranks.  Its parameters are
+                copied.
             ep_group: As for EPMoE.
             topk: K; None: as the experts' configuration says.
             **options: Of EPMoE, for example max_tokens, or weight_dtype, which quantises the copy.
@@ -595,10 +613,10 @@ class EPMoE(nn.Module):
                 The three have equally many tokens, at most max_tokens.  They need not be contiguous.
             decode: True: take the low-latency path (enable_decode).  False: do not.  None: take it where the
                 shape of the module decides so, under torch.no_grad() or in inference mode; with weights in
-                FP8 always.  The same on all ranks.  The results have the same bits, with or without it,
-                except where the fused kernels are used, and on the CPU in float32 also where a token chooses
-                an expert twice: it then has one row there, not two, and torch.mm does not give the same bits
-                for every number of rows.
+                FP8 or 4 bits always.  The same on all ranks.  The results have the same bits, with or
+                without it, except where the fused kernels are used, and on the CPU in float32 also where a
+                token chooses an expert twice: it then has one row there, not two, and torch.mm does not give
+                the same bits for every number of rows.
 
         Returns:
             [.., H] of the layer's dtype: the weighted sum of the experts' outputs of each token.
@@ -606,10 +624,10 @@ class EPMoE(nn.Module):
         Raises:
             ValueError: On this rank, for a wrong shape or device.
             TypeError: On this rank, for a wrong type or dtype.
-            RuntimeError: On this rank, where a gradient is wanted of experts in FP8, for decode=True where a
-                gradient is wanted or a compiler traces, for gradients of experts after set_expert_map, where
-                DistributedDataParallel or FSDP1 has taken the experts for copies, and for parameters without
-                a main_grad that fits.
+            RuntimeError: On this rank, where a gradient is wanted of experts in FP8 or 4 bits, for
+                decode=True where a gradient is wanted or a compiler traces, for gradients of experts after
+                set_expert_map, where DistributedDataParallel or FSDP1 has taken the experts for copies, and
+                for parameters without a main_grad that fits.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As EPAll2AllLayer.preprocess.
             EpOverflow: As EPAll2AllLayer.preprocess.
@@ -628,7 +646,7 @@ class EPMoE(nn.Module):
         if (self._weight_gradients is not None or self.computes_fp8) and torch.compiler.is_compiling():
             return self._forward_untraced(x, topk_idx, topk_weights, decode)
         layer = self.layer
-        path = None if self.computes_fp8 else decoding.path_of(layer, decode, self.is_fp8)
+        path = None if self.computes_fp8 else decoding.path_of(layer, decode, self._format.has_gradients)
         try:
             ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
             if ddp is not None and id(ddp) != self._checked_ddp:
@@ -675,16 +693,15 @@ class EPMoE(nn.Module):
         return EPMoE.forward(self, x, topk_idx, topk_weights, decode=decode)
 
     def _check_parameters(self, x: Tensor, topk_weights: Tensor) -> None:
-        """Raise an error for parameters that are not as created, and for gradients of experts in FP8."""
+        """Raise an error for parameters that are not as created, and for gradients that experts lack."""
         gate_up, down, device = self.gate_up_proj, self.down_proj, self.layer.device
         if (type(gate_up) is type(down) is nn.Parameter and gate_up.device == down.device == device
-                and gate_up.dtype == down.dtype == self.layer.dtype and not self.is_fp8):
+                and gate_up.dtype == down.dtype == self.layer.dtype and self._format.has_gradients):
             return
         if torch.Tensor in map(type, (gate_up, down)):
             guards.check_flat(self)
-        fp8.check_parameters(self)
-        if self.is_fp8:
-            fp8.check_gradients(self, x, topk_weights)
+        self._format.check(self)
+        self._format.check_gradients(self, x, topk_weights)
 
     def _weights(self) -> Weights:
         """Return the weights and biases as the stages take them."""
@@ -697,7 +714,7 @@ class EPMoE(nn.Module):
         """Return a parameter, or None, whose gradient will be multiplied by gradient_scale."""
         if p is None or not (p.requires_grad and torch.is_grad_enabled()):
             return p
-        if self._weight_gradients is not None and name in _WEIGHTS:
+        if self._weight_gradients is not None and name in WEIGHTS:
             return self._weight_gradients.weight(p, self.gradient_scale)
         return p if self.gradient_scale == 1 else _ScaledGradient.apply(p, self.gradient_scale)
 
@@ -725,23 +742,29 @@ class EPMoE(nn.Module):
              watched: bool) -> tuple[Tensor, Layout | None]:
         """Apply the experts, on the way that suits the call.  Returns (y, layout).
 
-        1. at_once: all stages in one call of the module, or its operators; 16 bits only (experts.py).
+        1. at_once: all stages in one call of the module, or its operators; rows of 16 bits (experts.py).
         2. With compute_dtype in FP8: fp8_training.py.
         3. Another EpAll2AllFusedOp: dispatch with gate and up, then down with combine.  The layer fuses each
            pair if it has a kernel for it.
-        4. A LowLatencyAll2All or an EPAll2AllLayer: dispatch, the products, combine.
+        4. A LowLatencyAll2All or an EPAll2AllLayer, or weights of 4 bits: dispatch, the products, combine.
         """
+        try:
+            scales = self._format.scales(self)
+        except Exception as error:
+            first = _C.OP_LL_DISPATCH if isinstance(layer, LowLatencyAll2All) else _C.OP_PLAN
+            layer._propagate(first, error, 0)
         if at_once:
             if isinstance(layer, LowLatencyAll2All):
-                return decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation), None
-            return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched)
+                return decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation, scales), None
+            return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched,
+                                   scales)
         if self.computes_fp8:
             return fp8_training.run(self, cast("EPAll2AllLayer", layer), x, topk_idx, topk_weights, weights)
         gate_up, gate_up_bias, down, down_bias = weights
-        if not isinstance(layer, EpAll2AllFusedOp):
+        if not isinstance(layer, EpAll2AllFusedOp) or scales is not None:
             return self._in_stages(layer, x, topk_idx, topk_weights, *weights)
         try:
-            scale_up, scale_down = map(self._scale_of, _WEIGHTS)
+            scale_up, scale_down = map(self._scale_of, WEIGHTS)
             if not torch.compiler.is_compiling():
                 _check_strides(gate_up_proj=gate_up, down_proj=down)
         except Exception as error:
@@ -783,12 +806,14 @@ class EPMoE(nn.Module):
         row_scale: [M, H / 128] of rows in FP8, else None.
         """
         dtype = self.layer.dtype if self.is_fp8 else None
+        up_scale, up_zero, down_scale, down_zero = self._format.scales(self) or (
+            self._scale_of("gate_up_proj"), None, self._scale_of("down_proj"), None)
         h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias, activation=self.activation,
-                         a_scale=row_scale, b_scale=self._scale_of("gate_up_proj"), out_dtype=dtype)
+                         a_scale=row_scale, b_scale=up_scale, b_zero=up_zero, out_dtype=dtype)
         if self.is_fp8:
             h, row_scale = quantize_fp8(h, num_rows=offsets[-1:])
-        return grouped_gemm(h, down, offsets=offsets, bias=down_bias, a_scale=row_scale,
-                            b_scale=self._scale_of("down_proj"), out_dtype=dtype)
+        return grouped_gemm(h, down, offsets=offsets, bias=down_bias, a_scale=row_scale, b_scale=down_scale,
+                            b_zero=down_zero, out_dtype=dtype)
 
     def _scale_of(self, name: str) -> Tensor | None:
         """Return the scales of weights in FP8, else None."""
@@ -844,7 +869,7 @@ class EPMoE(nn.Module):
     def _begin_gradients(self) -> None:
         """Begin a forward pass.  Raises RuntimeError for parameters whose gradients cannot go elsewhere."""
         if self._weight_gradients is not None and torch.is_grad_enabled():
-            wanted = {n: getattr(self, n) for n in _WEIGHTS}
+            wanted = {n: getattr(self, n) for n in WEIGHTS}
             self._weight_gradients.begin({n: p for n, p in wanted.items() if p.requires_grad})
 
     def backward_dw(self) -> None:
@@ -881,7 +906,7 @@ class EPMoE(nn.Module):
         if self._weight_gradients is None or not self._weight_gradients.delays:
             raise RuntimeError("backward_dw: the backward of this module computes the gradients of its "
                                "weights: create it with delay_wgrad_compute=True, or leave this call out")
-        if any(getattr(self, n).requires_grad for n in _WEIGHTS) or self._weight_gradients.pending:
+        if any(getattr(self, n).requires_grad for n in WEIGHTS) or self._weight_gradients.pending:
             self._weight_gradients.compute()
 
     # ---- placement: which experts the parameters hold ----
@@ -965,15 +990,22 @@ class EPMoE(nn.Module):
     def _computed(self) -> list[str]:
         """The names of weights that are not parameters of this module, but computed from others."""
         own = dict(self.named_parameters(recurse=False, remove_duplicate=False))
-        return [n for n in _PARAMETERS if getattr(self, n) is not None and n not in own]
+        scales = (name + end for name in WEIGHTS for end in self._format.ends[1:])
+        return [n for n in (*_PARAMETERS, *scales) if getattr(self, n) is not None and n not in own]
+
+    def _save_to_state_dict(self, destination: StateDict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            checkpoint.write_weights(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, metadata: StateDict, strict: bool,
                               missing: list[str], unexpected: list[str], errors: list[str]) -> None:
         before = len(errors), len(missing), len(unexpected)
         with checkpoint.Staged(self) as staged:
             left, loaded = checkpoint.load_experts(self, state_dict, prefix, missing, errors)
-            own = shards.own_entries(self, self, left, prefix, metadata, errors)
-            checkpoint.quantized(self, own, prefix, left, errors)
+            own = shards.own_entries(self, self, left, prefix, metadata, errors, checkpoint.saved(self))
+            if not loaded:
+                left = checkpoint.read_weights(self, own, prefix, left, missing, errors)
             own |= loaded
             state_dict.update(own)  # in place, because the modules below load from it later
             super()._load_from_state_dict(left | own if own else left, prefix, metadata, strict, missing,
@@ -1025,7 +1057,7 @@ class EPMoE(nn.Module):
 
     def _register(self) -> None:
         if (self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients
-                or self.computes_fp8):
+                or self.computes_fp8 or not self._format.is_saved_as_held):
             shards.register(self)
         if self.layer.world_size > 1:
             guards.install()
@@ -1049,7 +1081,8 @@ class EPMoE(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes for the module's repr."""
         layer = self.layer
-        eight = "weights in FP8, " if self.is_fp8 else "products in FP8, " if self.computes_fp8 else ""
+        few = ("products in FP8, " if self.computes_fp8 else
+               "" if self._format.has_gradients else f"weights in {self._format.title}, ")
         return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
                 f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
-                f"activation={self.activation}, {eight}rank={layer.rank} of {layer.world_size}")
+                f"activation={self.activation}, {few}rank={layer.rank} of {layer.world_size}")

@@ -68,8 +68,8 @@ def numerics(moe: EPMoE) -> Numerics:
     with torch.no_grad():
         weights = moe._weights()
     of_training = of_batch
-    if moe.is_fp8:
-        of_training = "experts in FP8 have no gradients"
+    if not moe._format.has_gradients:
+        of_training = f"experts in {moe._format.title} have no gradients"
     elif not of_batch and not (moe.computes_fp8 or experts_ops.is_one_call(
             getattr(moe.layer, "team_layer", moe.layer), weights)):
         of_training = ("a training step with token_saving=False, or with weights that are not contiguous, "
@@ -84,7 +84,7 @@ def _products_reason(moe: EPMoE) -> str:
     layer, on_gpu = moe.layer, moe.layer.device.type == "cuda"
     if layer.dtype == torch.float32:
         return "products in float32 are those of torch, whose bits depend on the number of rows"
-    if on_gpu and not experts_ops.fits_kernels(*moe.gate_up_proj.shape[1:], *moe.down_proj.shape[1:]):
+    if on_gpu and not experts_ops.fits_kernels(*(n for shape in moe._shapes.values() for n in shape[1:])):
         return "products with sizes that are no multiples of 16 are those of torch"
     if on_gpu and not capabilities(layer.device).has_hopper:
         return "not tested on GPUs other than those of compute capability 9.0"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import shards
+from . import checkpoint, shards
 from .module import EPMoE
 from .shards import exchanged, is_dtensor, is_spread
 
@@ -283,6 +283,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
         if not (moe._is_home or shards.is_by_expert(moe, t)):
             raise RuntimeError(f"whole_state_dict: {name}, {list(t.shape)} on a rank, has no row for each "
                                f"of its experts, which were moved: first call set_expert_map(None)")
+    for moe in by_id.values():
+        checkpoint.check_writable(moe)
     is_first = all(moe.layer.rank == 0 for moe in by_id.values())
     for name, t in model.state_dict(keep_vars=True).items():
         owner = by_id.get(id(t))
@@ -297,4 +299,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
                     whole[name] = whole[name][owner.expert_map.logical_to_physical_map[:, 0].cpu()]
         elif is_first:
             whole[name] = t.detach().to("cpu", copy=True) if isinstance(t, torch.Tensor) else t
+    for path, module in model.named_modules(remove_duplicate=False) if is_first else ():
+        if isinstance(module, EPMoE):
+            checkpoint.write_weights(module, whole, f"{path}." if path else "")
     return whole

@@ -304,20 +304,18 @@ def _placed(moe: EPMoE, t: Tensor, first: int) -> Tensor:
     return out
 
 
-def save_own(moe: EPMoE, state_dict: StateDict, prefix: str, metadata: StateDict) -> None:
-    """A hook of an EPMoE, after its state dict was made."""
-    save(moe, moe, state_dict, prefix, metadata)
-
-
-def save(moe: EPMoE, root: nn.Module, state_dict: StateDict, prefix: str, metadata: StateDict) -> None:
+def save(moe: EPMoE, root: nn.Module, state_dict: StateDict, prefix: str, metadata: StateDict,
+         saved: dict[str, Tensor] | None = None) -> None:
     """Put the tensors of experts below one of roots(moe) into its state dict as DTensors.
 
     Notes in the metadata which experts they are.  With keep_vars=True the tensors themselves are left there.
+    saved: None, or {name: a tensor of as many experts} where state dicts have others than named_tensors.
     """
-    named = named_tensors(root)
+    own = named_tensors(root)
+    named, tensors = own | (saved or {}), {id(p) for p in own.values()}
     for name, p in named.items():
         t = state_dict.get(prefix + name)
-        if isinstance(t, torch.Tensor) and t is not p:
+        if isinstance(t, torch.Tensor) and id(t) not in tensors:
             state_dict[prefix + name] = as_shard(moe, t, p)
     if not is_spread(moe.layer.world):
         return
@@ -332,14 +330,15 @@ def save(moe: EPMoE, root: nn.Module, state_dict: StateDict, prefix: str, metada
 
 
 def own_entries(moe: EPMoE, root: nn.Module, state_dict: StateDict, prefix: str, metadata: StateDict,
-                errors: list[str]) -> StateDict:
+                errors: list[str], named: dict[str, Tensor] | None = None) -> StateDict:
     """Return {key: what this rank keeps} of the tensors of experts below one of roots(moe), in a state dict.
 
     Appends to `errors` if they are the experts of another rank, whose file this rank has read.
+    named: None, or what the state dict may have in the place of named_tensors.
     """
     saved = metadata.get("experts")
     own: StateDict = {}
-    for name, p in named_tensors(root).items():
+    for name, p in (named_tensors(root) if named is None else named).items():
         t = state_dict.get(prefix + name)
         if not isinstance(t, torch.Tensor):
             continue
