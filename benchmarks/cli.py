@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
-from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, layer_fp8, nodes,
-               overlap, report, scale, side, sm, tokens, train, transformers, worklog)
+from . import (a2a, ablation, decode, decode_w4, features, gemm, gemm_fp8, growth, host, layer, layer_fp8,
+               layer_w4, nodes, overlap, report, scale, side, sm, tokens, train, transformers, worklog)
 from .run import Run
-from .shapes import SHAPES
+from .shapes import KNOWN_SHAPES
 
 BENCHES = {
     "a2a": (a2a, "plan, dispatch and combine for every shape, compared with the peers (default)"),
@@ -41,6 +41,9 @@ BENCHES = {
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
 }
 OF_FP8 = {"gemm": gemm_fp8, "layer": layer_fp8, "train": train}  # what --fp8 measures in their place
+OF_W4 = {"layer": (layer_w4, "a whole layer with experts of 4 bits, beside 16 bits and FP8"),  # and --w4
+         "decode": (decode_w4, "a decode layer with experts of 4 bits by T, beside 16 bits, FP8 and "
+                               "transformers")}
 # These start no ranks.
 COMPUTES = {"report": report.main, "scale": scale.main}
 
@@ -63,9 +66,9 @@ def new_file(text):
 
 
 def names(text):
-    unknown = [n for n in text.split(",") if n not in SHAPES]
+    unknown = [n for n in text.split(",") if n not in KNOWN_SHAPES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: must be one of {', '.join(SHAPES)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: must be one of {', '.join(KNOWN_SHAPES)}")
     return text.split(",")
 
 
@@ -76,7 +79,7 @@ def parse(argv):
     for name, text in {**{n: t for n, (_, t) in BENCHES.items()}, "all": "all of these"}.items():
         s = sub.add_parser(name, help=text, description=text)
         s.add_argument("--shapes", type=names, metavar="A,B,...",
-                       help=f"of {', '.join(SHAPES)}; default: those of the bench")
+                       help=f"of {', '.join(KNOWN_SHAPES)}; default: those of the bench")
         s.add_argument("--num-sm", type=numbers, metavar="N",
                        help="thread blocks that move tokens; sm: N,N,..., those to measure; not for gemm, "
                             "transformers")
@@ -86,6 +89,8 @@ def parse(argv):
                        help="nodes: the ranks of a node (default: half of the ranks)")
         s.add_argument("--fp8", action="store_true",
                        help="gemm, layer, train: those of FP8, beside 16 bits, with their errors")
+        s.add_argument("--w4", action="store_true",
+                       help="layer, decode: those with experts in MXFP4 and INT4, beside 16 bits and FP8")
         s.add_argument("--iters", type=positive,
                        help="runs; the median counts (default: 30, on the CPU 10; gemm: rounds, 6 and 3)")
         s.add_argument("--json", type=new_file, metavar="FILE", 
@@ -113,11 +118,17 @@ def parse(argv):
         p.error("--local-ranks: only nodes takes it")
     if options.bench not in OF_FP8 and options.fp8:
         p.error("--fp8: only gemm, layer and train take it")
+    if options.bench not in OF_W4 and options.w4:
+        p.error("--w4: only layer and decode take it")
+    if options.fp8 and options.w4:
+        p.error("--w4: pass it without --fp8; it measures FP8, too")
     return options
 
 
 def jobs_of(name, r):
     """Return the jobs of a bench, as (label, function)."""
+    if r.options.w4:
+        return OF_W4[name][0].jobs(r)
     return (OF_FP8[name] if r.options.fp8 else BENCHES[name][0]).jobs(r)
 
 
@@ -134,7 +145,7 @@ def run(options):
         for name, label, job in jobs:
             progress.step(f"{name} {label}")
             if label == next(first for bench, first, _ in jobs if bench == name):
-                r.title(name, BENCHES[name][1])
+                r.title(name, (OF_W4 if options.w4 else BENCHES)[name][1])
             job()
             r.save()
     r.close()

@@ -53,11 +53,11 @@ def alternate(run, **fns):
                                     run.options.iters or rounds, round_ms)))
 
 
-def record_layer(run, bench, shape, impl, ms, over=None):
+def record_layer(run, bench, shape, impl, ms, over=None, **more):
     # of one rank, on average
     tflops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner / ms / 1e9
     run.record(bench, shape, impl, ms, over=over, rate=f"{tflops:{'.1f' if run.on_gpu else '.1g'}} TFLOP/s",
-               tflops=round(tflops, 4))
+               tflops=round(tflops, 4), **more)
 
 
 class Layer:

@@ -17,11 +17,15 @@ import sys
 import textwrap
 from pathlib import Path
 
-from . import plots
+from . import plots, w4_tables
 from .figures import STAGES, Figures, plot_name, runs_of
-from .shapes import SHAPES
+from .shapes import KNOWN_SHAPES
 
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
+W4_TEXT = ("`EPMoE` with weights of 4 bits beside bf16 and FP8. The results in MXFP4 and INT4 have the bits "
+           "of those in bf16 with the dequantised weights. `grouped_mm` is what transformers computes after "
+           "it has dequantised the weights to bf16, without communication. The speed is that of the weights "
+           "of experts that get tokens, in the time of the whole layer.")
 PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up",
             "wgrad of down")
 
@@ -46,7 +50,7 @@ def markdown(head, rows):
 
 def size(shape):
     """Return "H, I, E, K" of the shape with this name, or "" if the name is not known."""
-    known = SHAPES.get(shape.removesuffix("-small").split(" ")[0])
+    known = KNOWN_SHAPES.get(shape.removesuffix("-small").split(" ")[0])
     if not known or shape.endswith("-small"):
         return ""
     return f"{known.hidden}, {known.inner}, {known.experts}, {known.topk}"
@@ -299,6 +303,10 @@ def block(figures, plots, folder):
                   "`LowLatencyAll2All`, calls among many in a CUDA graph, and a layer of dispatch, two",
                   "grouped GEMMs and combine.", "", *low_latency_table(figures),
                   *images(figures, plots, folder, "decode")]
+    if of_4_bits := w4_tables.tables(figures.rows):
+        lines += ["", "### Experts of 4 bits", "", *_wrapped([W4_TEXT])]
+        for one in of_4_bits:
+            lines += ["", *w4_tables.markdown(one)]
     if figures.find("worklog", "epmoe"):
         lines += ["", "### Dispatch, x * (1 + rank), combine", "",
                   "The problem of `python -m benchmarks worklog`, in float16.", "", *worklog_table(figures)]

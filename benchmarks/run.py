@@ -13,7 +13,7 @@ import epmoe
 from . import deep_ep, figures
 from .measure import slowest, timed
 from .progress import Progress
-from .shapes import SHAPES
+from .shapes import KNOWN_SHAPES, SHAPES
 from .torch_nccl import TorchAllToAll
 
 CPU_NOTE = "CPU figures of small shapes: they show that it works, and say nothing about GPUs"
@@ -81,7 +81,7 @@ class Run:
     # ---- shapes, inputs, peers ----
 
     def shape(self, name):
-        return SHAPES[name] if self.on_gpu else SHAPES[name].small()
+        return KNOWN_SHAPES[name] if self.on_gpu else KNOWN_SHAPES[name].small()
 
     def shapes(self, *default):
         """Return the shapes of --shapes, else the default, else all.

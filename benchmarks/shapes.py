@@ -29,3 +29,8 @@ SHAPES = {s.name: s for s in (
     Shape(8192, 2880, 2880, 128, 4, "gpt-oss-120b"),
     Shape(8192, 2048, 768, 128, 8, "qwen3-30b"),
 )}
+# Shapes that a bench measures only if it names them, or if --shapes does.
+MORE_SHAPES = {s.name: s for s in (
+    Shape(8192, 4096, 2048, 256, 6, "v4-flash"),
+)}
+KNOWN_SHAPES = SHAPES | MORE_SHAPES

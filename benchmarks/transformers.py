@@ -31,8 +31,8 @@ def jobs(run):
             for tokens, training in ((shape.tokens, False), (DECODE_TOKENS, False), (shape.tokens, True))]
 
 
-def make_experts(shape, dtype, device):
-    """Return transformers' own module for the shape, with random parameters: of GPT-OSS, or of Qwen3."""
+def experts_class(shape):
+    """Return the class of transformers' own module for the shape, of GPT-OSS or of Qwen3, and its config."""
     if shape.name.startswith("gpt-oss"):
         from transformers.models.gpt_oss.modeling_gpt_oss import (GptOssConfig as Config,
                                                                   GptOssExperts as Experts)
@@ -41,9 +41,14 @@ def make_experts(shape, dtype, device):
         from transformers.models.qwen3_moe.modeling_qwen3_moe import (Qwen3MoeConfig as Config,
                                                                       Qwen3MoeExperts as Experts)
         sizes = dict(moe_intermediate_size=shape.inner, num_experts=shape.experts)
-    config = Config(hidden_size=shape.hidden, num_experts_per_tok=shape.topk, **sizes)
+    return Experts, Config(hidden_size=shape.hidden, num_experts_per_tok=shape.topk, **sizes)
+
+
+def make_experts(shape, dtype, device):
+    """Return transformers' own module for the shape, with random parameters."""
+    kind, config = experts_class(shape)
     with torch.device(device):
-        experts = Experts(config).to(dtype)
+        experts = kind(config).to(dtype)
     generator = torch.Generator(device).manual_seed(3000)
     with torch.no_grad():
         for p in experts.parameters():

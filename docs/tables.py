@@ -8,6 +8,9 @@ A page has <!-- table NAME --> and <!-- /table --> around the table of data/NAME
 {"experiment": "E-007", "what": .., "columns": [..], "rows": [[..], ..]}, one row a line.  A cell is a text, a number, or null for an empty cell.
 A number is printed as the file has it, so a file keeps 0.90 as the text "0.90" where the last digit matters.
 
+A file without "columns" has the figures that layer --w4 and decode --w4 of python -m benchmarks write with --json,
+and "experiment" beside them: benchmarks/w4_tables.py makes its tables.
+
 Each file of data/ is a table of a page or has a link in one.  data/records.json has a record for each entry of the pages.
 The files of data/runs are figures that benches wrote (python -m benchmarks report reads them): older ones, which entries name.
 """
@@ -17,7 +20,11 @@ import re
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent / "experiments"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks import w4_tables  # noqa: E402  it needs nothing that is not in the standard library
+
+FOLDER = ROOT / "docs" / "experiments"
 INDEX = re.compile(r"(<!-- index -->\n).*?(<!-- /index -->)", re.DOTALL)
 ENTRY = re.compile(r"^## (E-\d+) ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
@@ -26,6 +33,10 @@ MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTAL
 def table(name):
     """Lines of Markdown."""
     data = json.loads((FOLDER / "data" / f"{name}.json").read_text())
+    if "columns" not in data:
+        tables = w4_tables.tables(data["rows"])
+        assert tables, f"{name}: no columns, and no rows of {w4_tables.LAYER} and {w4_tables.DECODE}"
+        return "\n".join("\n".join(["", *w4_tables.markdown(one), ""]) for one in tables)
     lines = [["" if cell is None else str(cell) for cell in row] for row in (data["columns"], *data["rows"])]
     assert all(len(line) == len(lines[0]) for line in lines), f"{name}: rows of different lengths"
     head, *rows = ["| " + " | ".join(line) + " |" for line in lines]

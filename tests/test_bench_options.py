@@ -143,6 +143,8 @@ def test_bench_starts_its_ranks_without_torchrun():
     (["a2a", "--tokens", "8"], "only decode takes it"),
     (["a2a", "--local-ranks", "2"], "only nodes takes it"),
     (["a2a", "--fp8"], "only gemm, layer and train take it"),
+    (["gemm", "--w4"], "only layer and decode take it"),
+    (["layer", "--w4", "--fp8"], "pass it without --fp8"),
     (["decode", "--tokens", "8,0"], "0: must be a positive number"),
     (["sm", "--num-sm", "many"], "many: must be a positive number"),
     (["a2a", "--num-sm", "0"], "0: must be a positive number"),
