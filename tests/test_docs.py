@@ -29,7 +29,8 @@ NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 NOT_RUN = {"README.md": 1, "docs/checkpoints.md": 1, "docs/decode.md": 1, "docs/guide.md": 3,
            "docs/torchtitan.md": 1, "docs/megatron.md": 1, "docs/sglang.md": 1, "docs/vllm.md": 1}
 # What a page needs beside epmoe.
-NEEDS = {"docs/transformers.md": ("accelerate", "transformers.distributed.expert_parallel")}
+NEEDS = {"docs/four_bits.md": ("safetensors", "transformers"),
+         "docs/transformers.md": ("accelerate", "transformers.distributed.expert_parallel")}
 # The page that says how to use torchrun. Elsewhere it would only import torch three times for each page.
 BY_TORCHRUN = "docs/guide.md"
 BLOCK = re.compile(r"(?P<why><!-- not run: [^>]+ -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",

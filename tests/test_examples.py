@@ -32,16 +32,21 @@ EXAMPLES = [
     ("train_lm.py", "--quick", r"demo: ok"),
     ("finetune_transformers.py", "", r"fine-tuned: ok"),
     ("generate_transformers.py", "", r"the texts of all ranks .*: ok"),
+    ("decode_gpt_oss.py", "", r"MXFP4, bfloat16 and the model in one process .*: ok"),
 ]
 IDS = [f"{name} {arguments}".strip().replace(" ", "_") for name, arguments, _ in EXAMPLES]
 OF_FOUR_RANKS = ("train_lm.py", "--quick --nodes 2", r"demo: ok")
-LONG = "train_lm.py_--quick", "train_lm.py_nodes", "finetune_transformers.py", "generate_transformers.py"
+LONG = ("train_lm.py_--quick", "train_lm.py_nodes", "finetune_transformers.py", "generate_transformers.py",
+        "decode_gpt_oss.py")
 ON_CPU = [pytest.param(*example, id=name, marks=[pytest.mark.long] if name in LONG else [])
           for example, name in zip([*EXAMPLES, OF_FOUR_RANKS], [*IDS, "train_lm.py_nodes"])]
 
 
 def check_packages(name):
     """Skip an example whose packages this machine does not have: transformers shards only with accelerate."""
+    if name == "decode_gpt_oss.py":
+        pytest.importorskip("safetensors")
+        pytest.importorskip("transformers.integrations.mxfp4")
     if name.endswith("_transformers.py"):
         pytest.importorskip("accelerate")
         pytest.importorskip("transformers.distributed.expert_parallel")
