@@ -8,6 +8,9 @@ A page has <!-- table NAME --> and <!-- /table --> around the table of data/NAME
 {"experiment": "E-007", "what": .., "columns": [..], "rows": [[..], ..]}, one row a line.  A cell is a text, a number, or null for an empty cell.
 A number is printed as the file has it, so a file keeps 0.90 as the text "0.90" where the last digit matters.
 
+A file with "plot" is also drawn: {"file": name in docs/img, "x": label, "y": label, "curves": {name: [columns], ..}}.
+Its first column is x; each column of a name is a thin line, and their mean a thick one.  This needs matplotlib.
+
 A file without "columns" has the figures that layer --w4 and decode --w4 of python -m benchmarks write with --json,
 and "experiment" beside them: benchmarks/w4_tables.py makes its tables.
 
@@ -23,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import w4_tables  # noqa: E402  it needs nothing that is not in the standard library
+from benchmarks.plots import COLORS, STYLE, can_draw  # noqa: E402  nor does it, until something is drawn
 
 FOLDER = ROOT / "docs" / "experiments"
 INDEX = re.compile(r"(<!-- index -->\n).*?(<!-- /index -->)", re.DOTALL)
@@ -41,6 +45,29 @@ def table(name):
     assert all(len(line) == len(lines[0]) for line in lines), f"{name}: rows of different lengths"
     head, *rows = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join([head, "|---" * len(lines[0]) + "|", *rows]) + "\n"
+
+
+def draw():
+    """Draw the files that have a plot.  Returns the names of the images."""
+    found = {path: json.loads(path.read_text()).get("plot") for path in sorted((FOLDER / "data").glob("e*.json"))}
+    plots = {path: plot for path, plot in found.items() if plot}
+    if "--check" in sys.argv or not plots or not can_draw():
+        return [plot["file"] for plot in plots.values()]
+    from matplotlib import pyplot as plt
+    for path, plot in plots.items():
+        rows = json.loads(path.read_text())["rows"]
+        with plt.rc_context(STYLE):
+            figure, axes = plt.subplots(figsize=(6, 3.4))
+            for (name, columns), color in zip(plot["curves"].items(), COLORS.values()):
+                x, runs = [row[0] for row in rows], [[float(row[c]) for row in rows] for c in columns]
+                for run in runs:
+                    axes.plot(x, run, color=color, linewidth=0.7, alpha=0.6)
+                axes.plot(x, [sum(of) / len(of) for of in zip(*runs)], color=color, linewidth=2, label=name)
+            axes.set(xlabel=plot["x"], ylabel=plot["y"])
+            axes.legend()
+            figure.savefig(ROOT / "docs" / "img" / plot["file"], dpi=120, bbox_inches="tight")
+            plt.close(figure)
+    return [plot["file"] for plot in plots.values()]
 
 
 def entries():
@@ -63,6 +90,7 @@ def index():
 
 def main():
     wrong, used = [], set()
+    wrong += [f"docs/img/{name}: missing" for name in draw() if not (ROOT / "docs" / "img" / name).exists()]
     for page in sorted(FOLDER.glob("*.md")):
         before = page.read_text()
         used |= set(re.findall(r"\(data/([\w-]+)\.json\)", before))
