@@ -10,6 +10,7 @@ tensors, the device "meta", a captured CUDA graph) all rows of the tensor count.
 import importlib.util
 import math
 import sys
+from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -80,12 +81,31 @@ def _experts_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Any, plan: 
     return _product_of_layer(layer, plan, d_h, gate_up)
 
 
-_FORMULAS = (_grouped_gemm, _grouped_wgrad_add, _dispatch_gemm, _gemm_combine, _experts,
-             _experts_backward_down, _experts_backward_up)
+def _experts_fp8(rows: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor, *_: Any, **__: Any) -> int:
+    return _product(offsets, rows, gate_up, down)
 
 
-def _register(flop_counter: ModuleType) -> None:
-    for formula in _FORMULAS:
+def _experts_fp8_backward(dy: Tensor, offsets: Tensor, row_weight: Any, rows: Any, row_scale: Any, h: Any,
+                          up_t: Tensor, up_t_scale: Any, down_t: Tensor, down_t_scale: Any, activation: Any,
+                          alpha: Any, limit: Any, wgrad_in_16_bits: Any, transposed: Any, of_gate_up: bool,
+                          of_down: bool, **_: Any) -> int:
+    return _product(offsets, dy, up_t, down_t, *[up_t] * of_gate_up, *[down_t] * of_down)
+
+
+_FORMULAS: list[Callable[..., int]] = [
+    _grouped_gemm, _grouped_wgrad_add, _dispatch_gemm, _gemm_combine, _experts, _experts_backward_down,
+    _experts_backward_up]
+
+
+def add_fp8_rows() -> None:
+    """Register the formulas of moe/fp8_rows.py, whose operators exist when it has been imported."""
+    _FORMULAS.extend(new := (_experts_fp8, _experts_fp8_backward))
+    if _MODULE in sys.modules:
+        _register(sys.modules[_MODULE], new)
+
+
+def _register(flop_counter: ModuleType, formulas: Iterable[Callable[..., int]] = _FORMULAS) -> None:
+    for formula in formulas:
         operator = getattr(torch.ops.epmoe, formula.__name__[1:])
         flop_counter.register_flop_formula(operator, get_raw=True)(formula)
 

@@ -16,7 +16,7 @@ from pace import HANG_S
 HIDDEN, INNER, TOPK, LOCAL, TOKENS = 256, 128, 2, 2, 8
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 NO_PRODUCTS = {"plan", "dispatch", "combine", "quantize_fp8", "sum_of_rows", "nodes_plan", "nodes_out",
-               "nodes_return"}
+               "nodes_return", "quantize_fp8_weight_pair"}
 
 
 def indices_of(rank, size):
@@ -167,6 +167,21 @@ def test_every_operator_has_a_formula_or_no_products():
     assert names and with_formula | NO_PRODUCTS == names and not with_formula & NO_PRODUCTS
 
 
+@pytest.mark.parametrize("wgrad_dtype", [None, BF16], ids=str)
+def test_experts_fp8_of_rows(wgrad_dtype):
+    """Those of the adapters for Megatron-core and torchtitan."""
+    from epmoe.moe.fp8_rows import experts_fp8
+
+    rows = torch.randn(9, HIDDEN, dtype=BF16, requires_grad=True)
+    gate_up = torch.randn(2, 2 * INNER, HIDDEN).bfloat16().requires_grad_()
+    down = torch.randn(2, HIDDEN, INNER).bfloat16().requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        y = experts_fp8(rows, gate_up, down, torch.tensor([0, 3, 7], dtype=torch.int32),
+                        wgrad_dtype=wgrad_dtype)
+        y.float().sum().backward()
+    assert counter.get_total_flops() == torch_flops(7, True)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", ["epmoe", "torch.utils.flop_counter"])
 def test_formulas_are_registered_in_any_order_of_imports(first):
@@ -175,7 +190,9 @@ def test_formulas_are_registered_in_any_order_of_imports(first):
 assert ("torch.utils.flop_counter" in sys.modules) == ({first!r} != "epmoe")
 import epmoe
 from torch.utils import flop_counter
-assert sum(str(op).startswith("epmoe.") for op in flop_counter.flop_registry) == 10
+assert sum(str(op).startswith("epmoe.") for op in flop_counter.flop_registry) == 7
+from epmoe.moe import fp8_rows
+assert sum(str(op).startswith("epmoe.") for op in flop_counter.flop_registry) == 9
 assert not any("epmoe" in type(finder).__module__ for finder in sys.meta_path)
 assert flop_counter.__spec__.name == "torch.utils.flop_counter"
 import inspect; inspect.getsource(flop_counter)"""

@@ -73,7 +73,7 @@ EP_PURE uint32_t ep_four_bit_code(const EpFourBit *w, const uint8_t *expert, uin
         (uint64_t)(n / EP_FOUR_BIT_UNIT) * (k_size / EP_FOUR_BIT_UNIT) + k / EP_FOUR_BIT_UNIT;
     const uint8_t *b =
         expert + unit * 2048 + n % EP_FOUR_BIT_UNIT / 2 * 64 + 16 * c + 8 * (n % 2) + i / 4 * 4;
-    const uint32_t word = b[0] | b[1] << 8 | b[2] << 16 | (uint32_t)b[3] << 24;
+    const uint32_t word = b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
     if (w->format == EP_INT4) return word >> (4 * (i % 4) + 16 * half) & 15;
     const uint32_t code = ep_mxfp4_pair(word, i % 4) >> 16 * half;
     return (code >> 12 & 8) | (code >> 6 & 7);

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C
+from .. import _C, flops
 from ..gemm.activations import Activation
 from ..gemm.grouped import as_kernel, grouped_gemm
 from ..gemm.quantize import quantize_fp8
@@ -214,3 +214,4 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 
 
 record_gradient(_lib, "experts_fp8", _save, _backward)
+flops.add_fp8_rows()
