@@ -1,4 +1,4 @@
-"""The frameworks of requirements-integrations.txt, installed into a folder in build/ when a test needs them.
+"""The packages of requirements-integrations.txt, installed into a folder in build/ when a test needs them.
 
 They are not in the environment of the project: the tests that need them add the folder to sys.path in
 processes of their own. Without a package index these tests are skipped, which the summary of pytest counts

@@ -84,7 +84,9 @@ def parameters(thing):
     for p in inspect.signature(thing).parameters.values():
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         names.append(stars + p.name)
-    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+    # the functions of moe/lora.py are methods of EPMoE
+    is_method = names[:1] in (["self"], ["cls"]) or getattr(thing, "__module__", None) == "epmoe.moe.lora"
+    return names[1:] if is_method else names
 
 
 def documented(section):

@@ -25,6 +25,7 @@ EXAMPLES = [
     ("04_grouped_gemm.py", "", r"largest difference .*: ok"),
     ("05_fused.py", "", r"two fused calls and four stages: the same bits"),
     ("06_device.py", "", r"ring by kernels: ok"),
+    ("lora.py", "", r"saved and loaded, the same logits: ok"),
     ("ep_a2a.py", SEED_SMALL, r"check passed"),
     ("ep_a2a.py", "--check --dtype float16 --empty-rank 1 --no-weight --num-sm 2 --iters 1", r"check passed"),
     ("ep_a2a.py", "-M 33 -N 64 --dtype float32 --combine-mode gather --drop-ratio 1 --seed 7 --iters 1",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..gemm.activations import gpt_oss_numbers, is_gated
 from ..torch_modes import writing
-from . import shards
+from . import lora, shards
 from .shards import StateDict, is_dtensor
 from .weights import WEIGHTS, Source, WeightFormat
 
@@ -228,6 +228,7 @@ def write_weights(moe: EPMoE, state_dict: StateDict, prefix: str) -> None:
 
 def check_writable(moe: EPMoE) -> None:
     """Raise RuntimeError for weights that a state dict cannot have."""
+    lora.check_unmerged(moe, "state_dict()")
     if moe._computed and not moe._format.is_saved_as_held:
         raise RuntimeError(f"state_dict(): {_computed(moe)}")
 

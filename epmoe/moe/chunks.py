@@ -121,7 +121,7 @@ _choose = functools.cache(choose_chunks)
 def chunks_of_call(moe: EPMoE, gradients: bool) -> int:
     """Return the number of chunks of a call: the same on all ranks that make the same call."""
     layer = cast("InternodeLayer", moe.layer)
-    if layer.rail_capacity is not None or gradients and moe._has_other_gradients:
+    if layer.rail_capacity is not None or gradients and (moe._has_other_gradients or moe._adapter_leaves()):
         return 1
     if moe.num_chunks is not None:
         return moe.num_chunks

@@ -76,6 +76,12 @@ class FourBits(WeightFormat):
     def _encoded(self, packed: Packed) -> Encoded:
         return {end: t for end, t in zip(("", SCALES, ZEROS), packed) if t is not None}
 
+    def dequantized(self, moe: EPMoE, name: str) -> Tensor:
+        """Return the weights of a name [L, N, K] in the layer's dtype, each rounded once."""
+        numbers, scales = getattr(moe, name).detach(), getattr(moe, name + SCALES).detach()
+        zeros = getattr(moe, name + ZEROS).detach() if self.format.zero_points else None
+        return four_bit.dequantize(self.format, numbers, scales, zeros, self.dtype)
+
     def encode(self, numbers: Tensor, name: str = "weights") -> Encoded:
         """Return numbers [.., N, K] of 16 or 32 bits as the parameters hold them."""
         return self._encoded(four_bit.quantize(self.format, numbers.detach(), self.dtype, name))

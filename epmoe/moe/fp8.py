@@ -59,6 +59,12 @@ class Fp8(WeightFormat):
                             f"{moe.gate_up_proj_scale_inv.dtype} now, but FP8 needs torch.float8_e4m3fn and "
                             f"torch.float32: do not cast the module; load its state dict again")
 
+    def dequantized(self, moe: EPMoE, name: str) -> Tensor:
+        """Return the weights of a name [L, N, K] in the layer's dtype, each rounded once."""
+        q, scales = getattr(moe, name).detach(), getattr(moe, name + SCALE).detach()
+        wide = scales.repeat_interleave(FP8_BLOCK, 1)[:, :q.shape[1]]
+        return (q.float() * wide.repeat_interleave(FP8_BLOCK, 2)[:, :, :q.shape[2]]).to(self.dtype)
+
     def encode(self, numbers: Tensor, name: str = "weights") -> Encoded:
         """Return numbers [L, N, K] of 16 or 32 bits as the parameters hold them."""
         q, scales = quantize_fp8_weight(numbers)

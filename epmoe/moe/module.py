@@ -26,7 +26,7 @@ from ..gemm.quantize import quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
 from . import checkpoint, chunks, decode as decoding, experts as experts_ops, formats, fp8, fp8_training
-from . import guards, numerics, placement, shards
+from . import guards, lora, numerics, placement, shards
 from .experts import Weights
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
@@ -238,6 +238,9 @@ class EPMoE(nn.Module):
     Parameters start uniform in +-1/sqrt(fan-in), as nn.Linear's, each expert with other numbers.  With the
     same seed on all ranks they are those of one process.  They are on the layer's device from the start, also
     inside of torch.device("meta").  copy.deepcopy copies them and shares the communication layer.
+
+    LoRA: add_adapter adds parameters of a low rank to each expert, and set_adapter lets forward use them.
+    The weights have no gradients then, and may be in FP8 or 4 bits; see docs/lora.md.
 
     Ranks have different experts, so nothing may make them equal or average their gradients: wrap a model as
     DistributedDataParallel(prepare_ddp(model)).  Their gradients are sums over the tokens of all ranks: for a
@@ -597,7 +600,7 @@ class EPMoE(nn.Module):
         self.layer.low_latency = decoding.create(self.layer, max_tokens)
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, *,
-                decode: bool | None = None) -> Tensor:
+                decode: bool | None = None, adapters: Tensor | None = None) -> Tensor:
         """Apply the experts to tokens.  Collective, also for a rank without tokens.
 
         Differentiable in x, topk_weights and the parameters: once in bfloat16 and float16, any number of
@@ -617,6 +620,8 @@ class EPMoE(nn.Module):
                 without it, except where the fused kernels are used, and on the CPU in float32 also where a
                 token chooses an expert twice: it then has one row there, not two, and torch.mm does not give
                 the same bits for every number of rows.
+            adapters: [..] int32 or int64, after set_adapter([..]): the number of each token's adapter in that
+                list; any other number: none.  decode is then False or None.
 
         Returns:
             [.., H] of the layer's dtype: the weighted sum of the experts' outputs of each token.
@@ -624,10 +629,10 @@ class EPMoE(nn.Module):
         Raises:
             ValueError: On this rank, for a wrong shape or device.
             TypeError: On this rank, for a wrong type or dtype.
-            RuntimeError: On this rank, where a gradient is wanted of experts in FP8 or 4 bits, for
-                decode=True where a gradient is wanted or a compiler traces, for gradients of experts after
-                set_expert_map, where DistributedDataParallel or FSDP1 has taken the experts for copies, and
-                for parameters without a main_grad that fits.
+            RuntimeError: On this rank, where a gradient is wanted of experts in FP8 or 4 bits without an
+                adapter, or with a list of adapters, for decode=True where a gradient is wanted or a compiler
+                traces, for gradients of experts after set_expert_map, where DistributedDataParallel or FSDP1
+                has taken the experts for copies, and for parameters without a main_grad that fits.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As EPAll2AllLayer.preprocess.
             EpOverflow: As EPAll2AllLayer.preprocess.
@@ -643,10 +648,13 @@ class EPMoE(nn.Module):
             torch.Size([2, 3, 16])
             >>> moe.finalize()
         """
-        if (self._weight_gradients is not None or self.computes_fp8) and torch.compiler.is_compiling():
-            return self._forward_untraced(x, topk_idx, topk_weights, decode)
-        layer = self.layer
-        path = None if self.computes_fp8 else decoding.path_of(layer, decode, self._format.has_gradients)
+        has_adapter = self._lora is not None and lora.is_active(self)
+        if (self._weight_gradients is not None or self.computes_fp8 or has_adapter) and (
+                torch.compiler.is_compiling()):
+            return self._forward_untraced(x, topk_idx, topk_weights, decode, adapters)
+        layer, mixed = self.layer, () if self._lora is None else self._lora.mixed
+        path = None if self.computes_fp8 or mixed else decoding.path_of(
+            layer, decode, self._format.has_gradients or has_adapter)
         try:
             ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
             if ddp is not None and id(ddp) != self._checked_ddp:
@@ -656,6 +664,11 @@ class EPMoE(nn.Module):
             if torch.is_autocast_enabled(layer.device.type):
                 tokens = tokens.to(layer.dtype)
             self._check_parameters(x, topk_weights)
+            if mixed or adapters is not None:
+                if decode:
+                    raise ValueError("decode=True, but a mixture of adapters has no decode path: leave "
+                                     "decode out")
+                numbers = lora.check_numbers(layer, mixed, adapters, x, topk_weights)
             if decode is not None:
                 decoding.check_path(path, decode, tokens, topk_weights, *self.parameters())
             if self._weight_gradients is not None:
@@ -677,7 +690,9 @@ class EPMoE(nn.Module):
         except Exception as error:
             self._propagate(error, path)
         layout: Layout | None
-        if layer.nodes is not None:
+        if mixed:
+            y, layout = lora.run_mixed(self, layer, tokens, topk_idx, topk_weights, numbers)
+        elif layer.nodes is not None:
             over_nodes = cast("InternodeLayer", layer)
             y, layout = over_nodes._apply(self, tokens, topk_idx, topk_weights)  # calls _compute for its node
         else:
@@ -687,10 +702,10 @@ class EPMoE(nn.Module):
         return y if x.dim() == 2 else unflatten(y, x.shape)
 
     @without_dynamo
-    def _forward_untraced(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
-                          decode: bool | None) -> Tensor:
+    def _forward_untraced(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, decode: bool | None,
+                          adapters: Tensor | None) -> Tensor:
         """Run forward outside of compiled code, which would not see what a backward keeps."""
-        return EPMoE.forward(self, x, topk_idx, topk_weights, decode=decode)
+        return EPMoE.forward(self, x, topk_idx, topk_weights, decode=decode, adapters=adapters)
 
     def _check_parameters(self, x: Tensor, topk_weights: Tensor) -> None:
         """Raise an error for parameters that are not as created, and for gradients that experts lack."""
@@ -701,7 +716,8 @@ class EPMoE(nn.Module):
         if torch.Tensor in map(type, (gate_up, down)):
             guards.check_flat(self)
         self._format.check(self)
-        self._format.check_gradients(self, x, topk_weights)
+        if not lora.is_active(self):
+            self._format.check_gradients(self, x, topk_weights)
 
     def _weights(self) -> Weights:
         """Return the weights and biases as the stages take them."""
@@ -721,7 +737,8 @@ class EPMoE(nn.Module):
     def _runs_at_once(self, layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_weights: Tensor,
                       weights: Weights, watched: bool) -> bool:
         """Whether a call is one call of the module, or its operators: see experts.takes."""
-        return not self.computes_fp8 and experts_ops.takes(layer, x, topk_weights, weights, watched)
+        return (not self.computes_fp8 and (self._lora is None or not lora.is_active(self))
+                and experts_ops.takes(layer, x, topk_weights, weights, watched))
 
     def _compute(self, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Any,
                  weights: Any = None) -> tuple[Tensor, Any]:
@@ -746,7 +763,8 @@ class EPMoE(nn.Module):
         2. With compute_dtype in FP8: fp8_training.py.
         3. Another EpAll2AllFusedOp: dispatch with gate and up, then down with combine.  The layer fuses each
            pair if it has a kernel for it.
-        4. A LowLatencyAll2All or an EPAll2AllLayer, or weights of 4 bits: dispatch, the products, combine.
+        4. A LowLatencyAll2All or an EPAll2AllLayer, weights of 4 bits, or an adapter (lora.py): dispatch, the
+           products, combine.
         """
         try:
             scales = self._format.scales(self)
@@ -761,7 +779,7 @@ class EPMoE(nn.Module):
         if self.computes_fp8:
             return fp8_training.run(self, cast("EPAll2AllLayer", layer), x, topk_idx, topk_weights, weights)
         gate_up, gate_up_bias, down, down_bias = weights
-        if not isinstance(layer, EpAll2AllFusedOp) or scales is not None:
+        if not isinstance(layer, EpAll2AllFusedOp) or scales is not None or lora.adapter_of_call(self):
             return self._in_stages(layer, x, topk_idx, topk_weights, *weights)
         try:
             scale_up, scale_down = map(self._scale_of, WEIGHTS)
@@ -780,15 +798,15 @@ class EPMoE(nn.Module):
                    down_bias: Tensor | None) -> tuple[Tensor, Layout | None]:
         """Dispatch, multiply, and combine.  Returns (y, layout); no layout for a LowLatencyAll2All."""
         weights = gate_up, gate_up_bias, down, down_bias
+        fp8 = self.is_fp8 and lora.adapter_of_call(self) is None  # the adapter multiplies rows of 16 bits
         if isinstance(layer, LowLatencyAll2All):
-            rows, row_scale, _, handle = layer.dispatch(x, topk_idx, topk_weights, fp8=self.is_fp8,
-                                                        layout="compact")
+            rows, row_scale, _, handle = layer.dispatch(x, topk_idx, topk_weights, fp8=fp8, layout="compact")
             try:
                 y = self._multiply(rows, row_scale, handle.expert_offsets, *weights)
             except Exception as error:
                 layer._propagate(_C.OP_LL_COMBINE, error, handle.buffer)
             return layer.combine(y, handle), None
-        if self.is_fp8:
+        if fp8:
             rows, row_scale, row_weight, layout = layer.dispatch_fp8(x, topk_idx, topk_weights)
         else:
             rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
@@ -805,6 +823,8 @@ class EPMoE(nn.Module):
 
         row_scale: [M, H / 128] of rows in FP8, else None.
         """
+        if (adapter := lora.adapter_of_call(self)) is not None:
+            return lora.multiply(self, adapter, rows, offsets)
         dtype = self.layer.dtype if self.is_fp8 else None
         up_scale, up_zero, down_scale, down_zero = self._format.scales(self) or (
             self._scale_of("gate_up_proj"), None, self._scale_of("down_proj"), None)
@@ -978,11 +998,25 @@ class EPMoE(nn.Module):
     def _check_gradients(self) -> None:
         if self._is_home or not torch.is_grad_enabled():
             return
-        weights = [getattr(self, name) for name in _PARAMETERS]
+        weights = [*(getattr(self, name) for name in _PARAMETERS), *self._adapter_leaves()]
         if any(p is not None and p.requires_grad for p in weights):
             raise RuntimeError("with an expert map the experts have no gradients, because replicas would "
                                "differ after a step: call it under torch.no_grad() or after "
                                "requires_grad_(False), or call set_expert_map(None) first")
+
+    # ---- LoRA ----
+
+    _lora: lora.State | None = None  # None without adapters
+    active_adapter = property(lora.active_adapter)
+    is_merged = property(lora.is_merged)
+    _adapter_leaves = lora.leaves_of_call
+    add_adapter = lora.add_adapter
+    set_adapter = lora.set_adapter
+    remove_adapter = lora.remove_adapter
+    merge_adapter = lora.merge_adapter
+    unmerge_adapter = lora.unmerge_adapter
+    adapter_state_dict = lora.adapter_state_dict
+    load_adapter = lora.load_adapter
 
     # ---- checkpoints ----
 
@@ -1000,6 +1034,7 @@ class EPMoE(nn.Module):
 
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, metadata: StateDict, strict: bool,
                               missing: list[str], unexpected: list[str], errors: list[str]) -> None:
+        lora.check_unmerged(self, "load_state_dict()")
         before = len(errors), len(missing), len(unexpected)
         with checkpoint.Staged(self) as staged:
             left, loaded = checkpoint.load_experts(self, state_dict, prefix, missing, errors)

@@ -10,7 +10,7 @@ import torch
 from .. import _C
 from ..comm.device import capabilities
 from ..comm.nodes import Nodes
-from . import experts as experts_ops
+from . import experts as experts_ops, lora
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
@@ -68,7 +68,13 @@ def numerics(moe: EPMoE) -> Numerics:
     with torch.no_grad():
         weights = moe._weights()
     of_training = of_batch
-    if not moe._format.has_gradients:
+    adapters = lora.adapters_of_call(moe)
+    if lora.mixture_of_call(moe):
+        of_training = "a mixture of adapters has no gradients"
+    elif adapters:
+        if not of_batch and adapters[0].dropout:
+            of_training = "the adapter has dropout, which only training has"
+    elif not moe._format.has_gradients:
         of_training = f"experts in {moe._format.title} have no gradients"
     elif not of_batch and not (moe.computes_fp8 or experts_ops.is_one_call(
             getattr(moe.layer, "team_layer", moe.layer), weights)):
@@ -82,8 +88,11 @@ def numerics(moe: EPMoE) -> Numerics:
 def _products_reason(moe: EPMoE) -> str:
     """Return why a row of a product may depend on the other rows, or ""."""
     layer, on_gpu = moe.layer, moe.layer.device.type == "cuda"
-    if layer.dtype == torch.float32:
+    adapters = lora.adapters_of_call(moe)
+    if torch.float32 in (layer.dtype, *(p.dtype for adapter in adapters for p in adapter.parameters())):
         return "products in float32 are those of torch, whose bits depend on the number of rows"
+    if not lora.mixture_of_call(moe) and any(a.dropout and a.training for a in adapters):
+        return "the adapter has dropout, whose mask depends on the number of rows"
     if on_gpu and not experts_ops.fits_kernels(*(n for shape in moe._shapes.values() for n in shape[1:])):
         return "products with sizes that are no multiples of 16 are those of torch"
     if on_gpu and not capabilities(layer.device).has_hopper:

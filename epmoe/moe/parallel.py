@@ -12,15 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import checkpoint, shards
 from .module import EPMoE
-from .shards import exchanged, is_dtensor, is_spread
+from .shards import is_dtensor, is_spread, to_first
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-
-    from ..comm.nodes import Nodes
-    from ..comm.world import World
 
 __all__ = ["clip_grad_norm_", "expert_parameters", "prepare_ddp", "prepare_fsdp", "whole_state_dict"]
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -227,25 +224,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 # ---- whole checkpoints ----
 
 
-def _to_first(world: World | Nodes, t: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks on the CPU of rank 0, and [] on the others.  Collective."""
-    t = t.detach().contiguous()
-    raw = t.reshape(-1).view(torch.uint8)
-    if world.group is None:
-        parts = exchanged(world, raw.cpu())
-        return [] if world.rank else [p.view(t.dtype).view(t.shape) for p in parts]
-    if "cpu:" in dist.get_backend_config(world.group):  # gloo ends the process that sends from a GPU
-        raw = raw.cpu()
-    if world.rank:
-        dist.send(raw, dist.get_global_rank(world.group, 0), world.group)
-        return []
-    parts, piece = [raw.cpu()], torch.empty_like(raw)
-    for rank in range(1, world.size):
-        dist.recv(piece, dist.get_global_rank(world.group, rank), world.group)
-        parts.append(piece.to("cpu", copy=True))
-    return [p.view(t.dtype).view(t.shape) for p in parts]
-
-
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of the whole model, with the experts of all ranks, on rank 0.  Collective.
 
@@ -290,7 +268,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
         owner = by_id.get(id(t))
         t = t.full_tensor() if hasattr(t, "full_tensor") else t
         if owner is not None:
-            parts = _to_first(owner.layer.world, t)
+            parts = to_first(owner.layer.world, t)
             if is_first and not shards.is_by_expert(owner, t):
                 whole[name] = torch.stack(parts) if len(parts) > 1 else parts[0]
             elif is_first:

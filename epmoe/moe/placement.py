@@ -16,6 +16,7 @@ from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..errors import EpMismatch
 from ..torch_modes import writing
+from .lora import check_unmerged
 from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
 
 if TYPE_CHECKING:
@@ -327,6 +328,7 @@ def _check(moe: EPMoE, expert_map: ExpertMap | None) -> ExpertMap:
         raise ValueError(f"expert_map has {sizes[0]} experts and {sizes[1]} physical ones, but this EPMoE "
                          f"has {moe.num_experts} and {layer.num_experts}: both must be the same "
                          f"(num_physical= of EPMoE)")
+    check_unmerged(moe, "set_expert_map")
     if hasattr(moe, "unshard") or any(is_dtensor(p) for p in tensors(moe)):
         raise RuntimeError("set_expert_map cannot move experts that FSDP has sharded: call it without "
                            "fully_shard, for inference")

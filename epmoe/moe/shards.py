@@ -132,7 +132,7 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
-# ---- meshes ----
+# ---- meshes, and tensors of all ranks ----
 
 
 def exchanged(world: World | Nodes, raw: Tensor) -> list[Tensor]:
@@ -146,6 +146,25 @@ def exchanged(world: World | Nodes, raw: Tensor) -> list[Tensor]:
         for part, theirs in zip(parts, world.exchange(bytes(piece.untyped_storage()))):
             part[first:first + len(piece)] = torch.frombuffer(bytearray(theirs), dtype=torch.uint8)
     return parts
+
+
+def to_first(world: World | Nodes, t: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks on the CPU of rank 0, and [] on the others.  Collective."""
+    t = t.detach().contiguous()
+    raw = t.reshape(-1).view(torch.uint8)
+    if world.group is None:
+        parts = exchanged(world, raw.cpu())
+        return [] if world.rank else [p.view(t.dtype).view(t.shape) for p in parts]
+    if "cpu:" in dist.get_backend_config(world.group):  # gloo ends the process that sends from a GPU
+        raw = raw.cpu()
+    if world.rank:
+        dist.send(raw, dist.get_global_rank(world.group, 0), world.group)
+        return []
+    parts, piece = [raw.cpu()], torch.empty_like(raw)
+    for rank in range(1, world.size):
+        dist.recv(piece, dist.get_global_rank(world.group, rank), world.group)
+        parts.append(piece.to("cpu", copy=True))
+    return [p.view(t.dtype).view(t.shape) for p in parts]
 
 
 def learn_mesh(moe: EPMoE, mesh: DeviceMesh) -> None:

@@ -147,6 +147,12 @@ class WeightFormat:
 
     # ---- numbers ----
 
+    def dequantized(self, moe: EPMoE, name: str) -> Tensor:
+        """Return the weights of a name [L, N, K] in the layer's dtype, each rounded at most once."""
+        t = getattr(moe, name)
+        assert isinstance(t, torch.Tensor)
+        return t.detach()
+
     def encode(self, numbers: Tensor, name: str = "weights") -> Encoded:
         """Return numbers [.., N, K] of 16 or 32 bits as the parameters hold them.  name: for errors."""
         return {"": numbers}

@@ -279,7 +279,8 @@ class InternodeLayer(EPAll2AllLayer):
     def _apply(self, moe: EPMoE, x: Tensor, topk_idx: Tensor,
                topk_weights: Tensor) -> tuple[Tensor, Layout | None]:
         """Apply the experts of an EPMoE: those of this node through the team layer, to what has arrived."""
-        params: Any = (moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias)
+        params: Any = (moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias,
+                       *moe._adapter_leaves())
         if torch.compiler.is_compiling() and self.rail_capacity is None:
             return ops.apply(self, moe, requires_grad(x, topk_weights, *params), x, topk_idx,
                              topk_weights.float())
