@@ -63,7 +63,9 @@ typedef enum {
                      "gates stand from SWIGLU to RELU2, and GPT_OSS is the mixed one");
 EP_ACTIVATIONS(X)
 #undef X
-/* The activation for which the kernels were compiled. */
+/* X(activation): those for which kernels are compiled, and which of them computes an activation. */
+#define EP_ACT_KERNELS(X) \
+    X(EP_ACT_NONE) X(EP_ACT_GELU) X(EP_ACT_SWIGLU) X(EP_ACT_GPT_OSS) X(EP_ACT_ANY_GATE) X(EP_ACT_ANY_UNGATED)
 #define EP_ACT_KERNEL(act) \
     ((act) < EP_ACT_ANY_GATE ? (act) : EP_ACT_IS_GATED(act) ? EP_ACT_ANY_GATE : EP_ACT_ANY_UNGATED)
 

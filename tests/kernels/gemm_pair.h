@@ -49,6 +49,21 @@ template <typename Case> static EpGemmParams parameters(const Case &c, const std
     return p;
 }
 
+/* The activation of column c of the output, in double. product(n): the sum of row n of the weights. */
+template <typename F> static double activated(const EpGemmParams &p, uint32_t c, F product) {
+    const bool mixed = p.activation == EP_ACT_GPT_OSS;
+    double v = product(mixed ? 2 * c : c);
+    double u = ep_gemm_is_gated(p.activation) ? product(mixed ? 2 * c + 1 : c + p.n / 2) : 0;
+    if (p.activation == EP_ACT_GELU) v *= 0.5 * (1 + erf(v / sqrt(2.0)));
+    if (p.activation == EP_ACT_SWIGLU) v = v / (1 + exp(-v)) * u;
+    if (mixed) {
+        v = std::min(v, (double)p.limit);
+        u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
+        v = (u + 1) * v / (1 + exp(-p.alpha * v));
+    }
+    return v;
+}
+
 /* Run CTAs `first` and `first` + 1, which are a cluster. Emulated are thread 0, all threads of the warps from
  * `warp` until `last_warp`, and the two warpgroups of the MMA. */
 template <typename Body> static void run_cluster(uint32_t first, uint32_t warp, uint32_t last_warp,

@@ -42,18 +42,8 @@ struct Problem {
         return sum;
     }
     double expected(uint32_t e, uint64_t r, uint32_t c) const {
-        const EpGemmParams &p = q.gemm;
-        const bool mixed = p.activation == EP_ACT_GPT_OSS, gated = ep_gemm_is_gated(p.activation);
-        double v = product(e, r, mixed ? 2 * c : c);
-        double u = gated ? product(e, r, mixed ? 2 * c + 1 : c + p.n / 2) : 0;
-        if (p.activation == EP_ACT_GELU) v *= 0.5 * (1 + erf(v / sqrt(2.0)));
-        if (p.activation == EP_ACT_SWIGLU) v = v / (1 + exp(-v)) * u;
-        if (mixed) {
-            v = std::min(v, (double)p.limit);
-            u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
-            v = (u + 1) * v / (1 + exp(-p.alpha * v));
-        }
-        return p.row_weight ? v * row_weight[r] : v;
+        const double v = activated(q.gemm, c, [&](uint32_t n) { return product(e, r, n); });
+        return q.gemm.row_weight ? v * row_weight[r] : v;
     }
 };
 

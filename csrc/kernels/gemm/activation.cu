@@ -18,12 +18,7 @@ static int launch(const EpActivationParams *p, uint32_t num_ctas, cudaStream_t s
         activation_kernel<ACT, DTYPE><<<num_ctas, 32 * ACT_WARPS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                             \
     }
-    EP_CASE(EP_ACT_NONE)
-    EP_CASE(EP_ACT_GELU)
-    EP_CASE(EP_ACT_SWIGLU)
-    EP_CASE(EP_ACT_GPT_OSS)
-    EP_CASE(EP_ACT_ANY_GATE)
-    EP_CASE(EP_ACT_ANY_UNGATED)
+    EP_ACT_KERNELS(EP_CASE)
 #undef EP_CASE
     return (int)cudaErrorInvalidValue;
 }

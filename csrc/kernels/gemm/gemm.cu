@@ -33,12 +33,7 @@ static int launch_portable(const EpGemmParams *p, uint32_t num_blocks, cudaStrea
         simple_gemm_kernel<ACT, F16, false><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                        \
     }
-    EP_CASE(EP_ACT_NONE)
-    EP_CASE(EP_ACT_GELU)
-    EP_CASE(EP_ACT_SWIGLU)
-    EP_CASE(EP_ACT_GPT_OSS)
-    EP_CASE(EP_ACT_ANY_GATE)
-    EP_CASE(EP_ACT_ANY_UNGATED)
+    EP_ACT_KERNELS(EP_CASE)
 #undef EP_CASE
     return (int)cudaErrorInvalidValue;
 }
@@ -50,12 +45,7 @@ static int launch_portable_w4(const EpGemmW4Params *p, uint32_t num_blocks, cuda
         simple_w4_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                    \
     }
-    EP_CASE(EP_ACT_NONE)
-    EP_CASE(EP_ACT_GELU)
-    EP_CASE(EP_ACT_SWIGLU)
-    EP_CASE(EP_ACT_GPT_OSS)
-    EP_CASE(EP_ACT_ANY_GATE)
-    EP_CASE(EP_ACT_ANY_UNGATED)
+    EP_ACT_KERNELS(EP_CASE)
 #undef EP_CASE
     return (int)cudaErrorInvalidValue;
 }
@@ -67,12 +57,7 @@ static int launch_portable_fp8(const EpGemmFp8Params *p, uint32_t num_blocks, cu
         simple_fp8_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                     \
     }
-    EP_CASE(EP_ACT_NONE)
-    EP_CASE(EP_ACT_GELU)
-    EP_CASE(EP_ACT_SWIGLU)
-    EP_CASE(EP_ACT_GPT_OSS)
-    EP_CASE(EP_ACT_ANY_GATE)
-    EP_CASE(EP_ACT_ANY_UNGATED)
+    EP_ACT_KERNELS(EP_CASE)
 #undef EP_CASE
     return (int)cudaErrorInvalidValue;
 }

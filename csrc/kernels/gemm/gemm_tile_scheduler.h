@@ -39,7 +39,7 @@ typedef struct {
     uint32_t expert, first_tile, row0, num_rows;
     /* Row blocks of the expert: sets of `size` that share columns, and row blocks whose rows are shared. */
     uint32_t num_sets, num_left;
-    bool by_rows; /* pairs share rows only: set once, by who has few bytes of weights */
+    bool by_rows; /* a pair always shares the rows. A kernel sets it before its first tile */
 } EpGemmTileScheduler;
 
 /* Clamp an offset to the rows that exist. */
