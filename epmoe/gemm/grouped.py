@@ -466,7 +466,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row; or one number.
         b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128; or
             [L], one for each expert; or one number.  For 4 bits: uint8 for MXFP4 and x's dtype for
-            INT4, [L, N / 64, K / 256, 64 * 256 / group].
+            INT4, [L, N / 64, ceil(K / 256), 64 * 256 / group], as epmoe.gemm.four_bit makes them.  Nothing
+            checks here that a byte of MXFP4 is at most 128, a scale of 2: above it results are wrong.
         b_zero: For INT4 with zero points: uint8, as b_scale.
         out_dtype: For FP8: torch.bfloat16 (the default), torch.float16, or torch.float8_e4m3fn: the result is
             then rounded to bfloat16 and quantised by a second kernel, as by quantize_fp8.
