@@ -33,6 +33,11 @@ def commit():
         return None
 
 
+def ratio_text(r):
+    """Return a ratio in four characters at most, up to 9999: on a busy machine a line stays as short."""
+    return f"{r:.2f}" if r < 9.995 else f"{r:.1f}" if r < 99.95 else f"{r:.0f}"
+
+
 class Run:
     """What each bench uses.  All ranks make the same calls in the same order; rank 0 prints and writes."""
 
@@ -182,7 +187,7 @@ class Run:
             self.say(f"{shape.name}: T {shape.tokens}, H {shape.hidden}, I {shape.inner}, E "
                      f"{shape.experts}, K {shape.topk}{workers}")
         times = "" if ms is None else f"{ms:9.4f} ms"
-        text = ", ".join(f"{r:.2f} {name}" for name, r in ratios.items())
+        text = ", ".join(f"{ratio_text(r)} {name}" for name, r in ratios.items())
         self.say(f"  {impl:32} {times:12} {rate:>13}  {text}".rstrip())
 
     def save(self):

@@ -16,6 +16,7 @@ import torch
 import epmoe
 from bench_cases import COMMANDS, liger_modules, on_the_cpu, run_command  # noqa: F401
 from benchmarks import ablation, check, features
+from benchmarks.run import ratio_text
 from cases import process_ranks
 from epmoe import reference
 from pace import HANG_S
@@ -155,6 +156,11 @@ def test_bench_train_beside_liger(results):
     rows = {r["impl"]: r for r in results[1][0][0]["train with Liger"][0]}
     assert {"Liger forward", "Liger backward", "Liger both", "Liger kept bytes"} <= rows.keys()
     assert set(rows["epmoe both"]["ratios"]) == {"torch", "GEMMs", "Liger"}
+
+
+def test_bench_ratios_are_short():
+    assert [ratio_text(r) for r in (0.004, 1, 9.994, 9.996, 99.94, 99.96, 1234.5)] == [
+        "0.00", "1.00", "9.99", "10.0", "99.9", "100", "1234"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
