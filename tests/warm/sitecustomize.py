@@ -20,8 +20,11 @@ if os.environ.pop("EPMOE_TEST_WARM", None):  # removed, so that child processes 
     class _Process(_context.Process):
         def run(self):
             if _gate:
-                os.close(_gate[1])
+                os.close(_gate.pop())
                 os.read(_gate[0], 1)  # returns when the program closes the write end
+                # A rank waits for its parent by the same function as the program for its ranks: nothing may
+                # be left there to close, because the numbers belong to other files of the rank by then.
+                os.close(_gate.pop())
             super().run()
 
     def _wait_for_ranks(*args, **kwargs):
