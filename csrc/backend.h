@@ -69,9 +69,10 @@ typedef struct {
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
     /* scales: NULL, or those of numbers in FP8, which ep_multiplies tells whether the backend has. four_bit:
-     * NULL, or how the weights have 4 bits, in a FORWARD of rows in 16 bits. */
+     * NULL, or how the weights have 4 bits, in a FORWARD of rows in 16 bits. low_rank: NULL, or what is
+     * added, to a FORWARD or DGRAD of 16 bits. */
     int (*gemm)(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                void *stream);
+                const EpLowRank *low_rank, void *stream);
     int (*activation)(int device, const EpActivationParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
     int (*transpose)(int device, const EpTransposeParams *p, void *stream);

@@ -358,6 +358,9 @@ typedef struct {
      * the scales are u8 (MXFP4) or of the rows' dtype (INT4), as protocol/four_bit.h has them; b_zero is NULL
      * or u8, as the scales. protocol/four_bit.h has the layout. */
     const EpTensor *b_zero;
+    /* NULL; or a product of low rank that is added to a FORWARD or DGRAD of 16 bits: [M][R], and [L][N][R] or
+     * [L][R][K]; see EpLowRank. */
+    const EpTensor *low_a, *low_b;
     /* CUDA: i64 [1], 0 before and after the launch, and of no launch that overlaps with this one. NULL: the
      * counter that the library has for the stream. */
     const EpTensor *tile_counter;

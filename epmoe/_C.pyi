@@ -274,6 +274,12 @@ class _Experts(NamedTuple):
     a: Tensor
     out_rows: Tensor
     out: Tensor
+    gate_up_low_in: Tensor | None
+    gate_up_low_out: Tensor | None
+    gate_up_low_rows: Tensor | None
+    down_low_in: Tensor | None
+    down_low_out: Tensor | None
+    down_low_rows: Tensor | None
     activation: int
     alpha: float
     limit: float
@@ -292,6 +298,9 @@ class _ExpertsDown(NamedTuple):
     weighted: Tensor
     d_h: Tensor
     dots: Tensor
+    down_low_in: Tensor | None
+    down_low_out: Tensor | None
+    down_low_rows: Tensor | None
     activation: int
     alpha: float
     limit: float
@@ -310,6 +319,9 @@ class _ExpertsUp(NamedTuple):
     dx: Tensor
     d_weight: Tensor
     d_gate_up: Tensor | None
+    gate_up_low_in: Tensor | None
+    gate_up_low_out: Tensor | None
+    gate_up_low_rows: Tensor | None
 
 class _LlExperts(NamedTuple):
     x: Tensor
@@ -329,6 +341,12 @@ class _LlExperts(NamedTuple):
     a: Tensor
     out_rows: Tensor
     out: Tensor
+    gate_up_low_in: Tensor | None
+    gate_up_low_out: Tensor | None
+    gate_up_low_rows: Tensor | None
+    down_low_in: Tensor | None
+    down_low_out: Tensor | None
+    down_low_rows: Tensor | None
     activation: int
     alpha: float
     limit: float
@@ -360,7 +378,8 @@ def device_query(device: int, /) -> tuple[int, int, int, bool]: ...  # epmoe.com
 def gemm_has_counter(tensor: Tensor, /) -> bool: ...  # for the current stream of the tensor's device
 
 # See csrc/protocol/gemm_params.h.  With both scales a and b are uint8, the bytes of FP8 numbers, on a CUDA
-# device.  With b_scale alone b has 4 bits, see csrc/protocol/four_bit.h.
+# device.  With b_scale alone b has 4 bits, see csrc/protocol/four_bit.h.  saved: a training step's product.
+# low_a, low_b: EpLowRank.
 def grouped_gemm(
     kind: int,
     activation: int,
@@ -377,6 +396,9 @@ def grouped_gemm(
     a_scale: Tensor | None,
     b_scale: Tensor | None,
     b_zero: Tensor | None,
+    saved: Tensor | None,
+    low_a: Tensor | None,
+    low_b: Tensor | None,
     /,
 ) -> None: ...
 

@@ -57,7 +57,7 @@ def test_gemm_rows_of_no_expert_are_not_written(ranks):
     for portable in kernels(ranks):
         out = torch.full((len(x), 64), 7.0, dtype=x.dtype, device=x.device)
         epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, offsets.new_zeros(1).long(),
-                              out, portable, None, None, None)
+                              out, portable, *[None] * 6)
         assert (out[:3] == 7).all() and (out[140:] == 7).all() and not (out[3:140] == 7).all(1).any()
 
 
@@ -70,7 +70,7 @@ def test_gemm_module_refuses_an_output_in_the_memory_of_an_input(ranks):
                       (memory[-x.numel() - 8:-8].view_as(x), "(rows|weights)")):
         with pytest.raises(ValueError, match=f"output shares memory with {name}"):
             epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, bias, row_weight,
-                                  offsets.new_zeros(1).long(), out, False, None, None, None)
+                                  offsets.new_zeros(1).long(), out, False, *[None] * 6)
 
 
 @pytest.mark.parametrize("change, error, text", [

@@ -167,7 +167,7 @@ def test_gemm_as_first_gpu_call_of_a_thread(ranks):
     def call_gemm():
         try:
             epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, counter, got, False,
-                                  None, None, None)
+                                  *[None] * 6)
         except epmoe.EpError as e:
             errors.append(e)
 

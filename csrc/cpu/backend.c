@@ -316,18 +316,18 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
 }
 
 static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                void *stream) {
+                const EpLowRank *low_rank, void *stream) {
     (void)device, (void)scales, (void)stream;
-    return ep_cpu_gemm(p, four_bit);
+    return ep_cpu_gemm(p, four_bit, low_rank);
 }
 /* The fused operations: here their stages, one after the other, in the layer's dtype. */
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, const EpScales *scales, void *stream) {
     EP_TRY(dispatch(device, &p->dispatch, scales, p->num_move_blocks, stream));
-    return ep_cpu_gemm(&p->gemm, NULL);
+    return ep_cpu_gemm(&p->gemm, NULL, NULL);
 }
 static int gemm_combine(int device, const EpGemmCombineParams *p, const EpScales *scales, void *stream) {
     (void)scales;
-    const int code = ep_cpu_gemm(&p->gemm, NULL);
+    const int code = ep_cpu_gemm(&p->gemm, NULL, NULL);
     if (!code) return combine(device, &p->combine, p->num_move_blocks, stream);
     EpComm comm = p->combine.comm;
     comm.status = code;

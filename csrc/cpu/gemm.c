@@ -4,8 +4,9 @@
  * Invariant: each number of the output is a sum in an order that depends on the sizes of the weights only:
  * not on the other rows, on their number, on the processor or on its vector instructions. FORWARD adds the
  * products of column k to partial sum k % VECTOR, in the order of the columns, and then adds the partial sums
- * in pairs. DGRAD adds the columns of a row in their order, and WGRAD the rows of an expert in theirs. No
- * product is fused with a sum (-ffp-contract=off). */
+ * in pairs. DGRAD adds the columns of a row in their order, and WGRAD the rows of an expert in theirs. The
+ * sum of a product of low rank is made likewise. FORWARD adds it to that of the weights, and DGRAD continues
+ * that of the weights. No product is fused with a sum (-ffp-contract=off). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -58,12 +59,23 @@ static const Loops *choose_loops(void) {
 typedef struct {
     const EpGemmParams *p;
     const EpFourBit *four_bit; /* NULL, or how the weights have 4 bits */
+    const EpLowRank *low;      /* NULL, or what is added */
     const Loops *loop;
     uint32_t dtype;           /* of a, b, bias and out */
     uint32_t padded;          /* K, rounded up to a multiple of VECTOR */
     float *panel, *block, *y; /* [STEP][padded], [BLOCK][padded], [BLOCK][N rounded up to VECTOR] */
     uint32_t wide;            /* N, rounded up to a multiple of VECTOR */
+    float *low_rows;          /* [BLOCK][low_padded] */
+    float *low_panel;         /* [low_padded] */
+    uint32_t low_padded;      /* R, rounded up to a multiple of VECTOR; 0: nothing is added */
 } Work;
+
+/* Load rows of a product of low rank, num from `row` on. */
+static void load_low_rows(const Work *g, uint32_t row, uint32_t num) {
+    for (uint32_t r = 0; r < num && g->low; r++)
+        g->loop->load(g->low_rows + (uint64_t)r * g->low_padded, g->low->a, g->dtype,
+                      (uint64_t)(row + r) * g->low->r, g->low->r);
+}
 
 /* Bias, activation and row weight of a row of the product, in float32, rounded once. */
 static void store_row(const Work *g, uint32_t expert, uint32_t row, float *y) {
@@ -111,18 +123,38 @@ static void forward(const Work *g, uint32_t expert, uint32_t row, uint32_t num) 
     const uint64_t padded = g->padded;
     for (uint32_t r = 0; r < num; r++)
         g->loop->load(g->block + r * padded, p->a, g->dtype, (uint64_t)(row + r) * p->k, p->k);
+    load_low_rows(g, row, num);
     for (uint32_t n = 0; n < p->n; n++) {
-        float sums[STEP];
+        float sums[STEP], low[STEP];
         if (g->four_bit) expand(g, expert, n, g->panel);
         else g->loop->load(g->panel, p->b, g->dtype, ((uint64_t)expert * p->n + n) * p->k, p->k);
+        if (g->low)
+            g->loop->load(g->low_panel, g->low->b, g->dtype, ((uint64_t)expert * p->n + n) * g->low->r,
+                          g->low->r);
         for (uint32_t r = 0; r < num;
              r += STEP) { /* rows after the last have old numbers, which are not used */
             g->loop->dot(sums, g->block + r * padded, g->panel, g->padded);
+            if (g->low)
+                g->loop->dot(low, g->low_rows + (uint64_t)r * g->low_padded, g->low_panel, g->low_padded);
             for (uint32_t i = 0; i < STEP && r + i < num; i++)
-                g->y[(uint64_t)(r + i) * g->wide + n] = sums[i];
+                g->y[(uint64_t)(r + i) * g->wide + n] = g->low ? sums[i] + low[i] : sums[i];
         }
     }
     for (uint32_t r = 0; r < num; r++) store_row(g, expert, row + r, g->y + (uint64_t)r * g->wide);
+}
+
+/* block [num][padded] += rows [num][pitch] times the lines of b [L][lines][K] of an expert. */
+static void add_lines(const Work *g, const float *rows, uint32_t pitch, uint32_t num, const void *b,
+                      uint32_t expert, uint32_t lines) {
+    const uint32_t k = g->p->k;
+    const uint64_t padded = g->padded;
+    for (uint32_t n = 0; n < lines; n += STEP) {
+        const uint32_t terms = lines - n < STEP ? lines - n : STEP;
+        for (uint32_t i = 0; i < terms; i++)
+            g->loop->load(g->panel + i * padded, b, g->dtype, ((uint64_t)expert * lines + n + i) * k, k);
+        for (uint32_t r = 0; r < num; r++)
+            g->loop->add(g->block + r * padded, rows + (uint64_t)r * pitch + n, g->panel, g->padded, terms);
+    }
 }
 
 static void dgrad(const Work *g, uint32_t expert, uint32_t row, uint32_t num) {
@@ -131,14 +163,9 @@ static void dgrad(const Work *g, uint32_t expert, uint32_t row, uint32_t num) {
     memset(g->block, 0, sizeof(float) * num * padded);
     for (uint32_t r = 0; r < num; r++)
         g->loop->load(g->y + (uint64_t)r * g->wide, p->a, g->dtype, (uint64_t)(row + r) * p->n, p->n);
-    for (uint32_t n = 0; n < p->n; n += STEP) {
-        const uint32_t terms = p->n - n < STEP ? p->n - n : STEP;
-        for (uint32_t i = 0; i < terms; i++)
-            g->loop->load(g->panel + i * padded, p->b, g->dtype, ((uint64_t)expert * p->n + n + i) * p->k,
-                          p->k);
-        for (uint32_t r = 0; r < num; r++)
-            g->loop->add(g->block + r * padded, g->y + (uint64_t)r * g->wide + n, g->panel, g->padded, terms);
-    }
+    load_low_rows(g, row, num);
+    add_lines(g, g->y, g->wide, num, p->b, expert, p->n);
+    if (g->low) add_lines(g, g->low_rows, g->low_padded, num, g->low->b, expert, g->low->r);
     for (uint32_t r = 0; r < num; r++)
         g->loop->store(p->out, g->dtype, (uint64_t)(row + r) * p->k, g->block + r * padded, p->k);
 }
@@ -176,20 +203,25 @@ static uint32_t clamp_row(const EpGemmParams *p, int32_t row) {
     return row < 0 ? 0 : (uint32_t)row < p->num_rows ? (uint32_t)row : p->num_rows;
 }
 
-int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit) {
+int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRank *low_rank) {
     Work g = {.p = p,
               .four_bit = four_bit,
+              .low = low_rank,
+              .low_padded = low_rank ? (low_rank->r + VECTOR - 1) / VECTOR * VECTOR : 0,
               .loop = choose_loops(),
               .dtype = p->is_f16 ? EP_F16 : EP_BF16,
               .padded = (p->k + VECTOR - 1) / VECTOR * VECTOR,
               .wide = (p->n + VECTOR - 1) / VECTOR * VECTOR};
     const uint64_t of_y = p->kind == EP_GEMM_WGRAD ? 0 : (uint64_t)BLOCK * g.wide;
-    g.panel = (float *)calloc((uint64_t)(STEP + BLOCK) * g.padded + of_y, sizeof(float));
+    const uint64_t of_low = (uint64_t)(BLOCK + 1) * g.low_padded;
+    g.panel = (float *)calloc((uint64_t)(STEP + BLOCK) * g.padded + of_y + of_low, sizeof(float));
     if (!g.panel)
         return ep_error(EP_ENOMEM, "a product with weights of %u by %u: this process is out of memory", p->n,
                         p->k);
     g.block = g.panel + (uint64_t)STEP * g.padded;
     g.y = g.block + (uint64_t)BLOCK * g.padded;
+    g.low_rows = g.y + of_y;
+    g.low_panel = g.low_rows + (uint64_t)BLOCK * g.low_padded;
     for (uint32_t e = 0; e < p->num_experts; e++) {
         const uint32_t begin = clamp_row(p, p->offsets[e]), end = clamp_row(p, p->offsets[e + 1]);
         if (p->kind == EP_GEMM_WGRAD) wgrad(&g, e, begin, end);

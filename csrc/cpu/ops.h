@@ -21,8 +21,8 @@ void ep_cpu_ll_dispatch(const EpLlDispatchParams *p, uint32_t worker, uint32_t n
 void ep_cpu_ll_combine(const EpLlCombineParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_activation(const EpActivationParams *p);
 /* The grouped GEMM of bf16 or fp16, in the calling thread: 0, or an error. four_bit: NULL, or how the weights
- * of a FORWARD have 4 bits. */
-int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit);
+ * of a FORWARD have 4 bits. low_rank: NULL, or what a FORWARD or DGRAD adds. */
+int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRank *low_rank);
 /* Run an operation without data. When it returns, all ranks have entered, or the operation has failed. If
  * comm.status is set, this rank propagates an error in operation `op`, whose arguments it could not
  * accept. */

@@ -255,10 +255,10 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
 }
 
 static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                void *stream) {
+                const EpLowRank *low_rank, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, four_bit, stream),
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, four_bit, low_rank, stream),
                                         scales ? "grouped GEMM kernel of FP8" : "grouped GEMM kernel"));
 }
 static int quantize(int device, const EpQuantizeParams *p, void *stream) {

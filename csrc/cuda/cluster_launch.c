@@ -73,20 +73,27 @@ int ep_load_kernel(EpClusterKernel *k, uint32_t *max_ctas) {
 
 /* ---- launch ---- */
 
-static int find_maps(const EpClusterKernel *k, const EpClusterLaunch *l, CUtensorMap maps[2]) {
-    if (ep_find_tensor_map(&l->a, &maps[0]) && ep_find_tensor_map(&l->b, &maps[1])) return 0;
+enum { NUM_MAPS = 4 };
+
+static int find_maps(const EpClusterKernel *k, const EpClusterLaunch *l, CUtensorMap maps[NUM_MAPS]) {
+    const EpTensorMap *const shapes[NUM_MAPS] = {&l->a, &l->b, &l->low_a, &l->low_b};
+    const uint32_t num = l->low_a.base ? 4 : 2;
+    uint32_t num_found = 0;
+    while (num_found < num && ep_find_tensor_map(shapes[num_found], &maps[num_found])) num_found++;
+    if (num_found == num) return 0;
     /* Another thread may have loaded the kernel, but this thread needs a context for the driver. */
     int e = (int)allow_smem(k);
-    if (!e && !ep_find_tensor_map(&l->a, &maps[0])) e = ep_encode_tensor_map(&l->a, &maps[0]);
-    if (!e && !ep_find_tensor_map(&l->b, &maps[1])) e = ep_encode_tensor_map(&l->b, &maps[1]);
+    for (uint32_t i = num_found; i < num && !e; i++)
+        if (!ep_find_tensor_map(shapes[i], &maps[i])) e = ep_encode_tensor_map(shapes[i], &maps[i]);
     return e;
 }
 
 int ep_launch_clusters(const EpClusterKernel *k, const EpClusterLaunch *l, void *stream) {
-    CUtensorMap maps[2];
+    CUtensorMap maps[NUM_MAPS];
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config;
-    void *arguments[] = {(void *)(uintptr_t)l->params, &maps[0], &maps[1]};
+    /* The runtime reads as many as the kernel has. */
+    void *arguments[] = {(void *)(uintptr_t)l->params, &maps[0], &maps[1], &maps[2], &maps[3]};
     const int e = find_maps(k, l, maps);
     if (e) return e;
     make_config(k, l->num_ctas, stream, attributes, &config);

@@ -26,7 +26,8 @@ typedef struct {
     uint32_t num_ctas;
     bool is_resident; /* all CTAs at once, or an error; otherwise they may run one after the other */
     const void *params;
-    EpTensorMap a, b; /* the operands */
+    EpTensorMap a, b;         /* the operands */
+    EpTensorMap low_a, low_b; /* those of a product of low rank; a base of NULL: there is none */
 } EpClusterLaunch;
 
 #ifdef __cplusplus

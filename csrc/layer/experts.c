@@ -62,6 +62,25 @@ static int multiply(const Call *c, EpGemm g) {
     return ep_grouped_gemm(&g, c->stream);
 }
 
+/* LoRA beside a weight: the rows times `in` go to `rows`, whose product with `out` is added. in NULL: there
+ * is none. */
+typedef struct {
+    const EpTensor *in, *out, *rows;
+} Low;
+#define LOW_OF(a, name) ((Low){(a)->name##_low_in, (a)->name##_low_out, (a)->name##_low_rows})
+
+/* Launch a product of rows with a weight, and LoRA's beside it. */
+static int multiply_with(const Call *c, EpGemm g, Low low) {
+    if (low.in || low.out || low.rows) {
+        if (!low.in || !low.out || !low.rows)
+            return ep_error(EP_EINVAL, "LoRA: low_in, low_out and low_rows must be all there, or none");
+        EP_TRY(multiply(c, (EpGemm){.kind = g.kind, .a = g.a, .b = low.in, .out = low.rows}));
+        g.low_a = low.rows;
+        g.low_b = low.out;
+    }
+    return multiply(c, g);
+}
+
 /* Whether both products of experts share a launch with the communication beside them. up, down: tensors
  * whose dimension up_dim has the rows of the gate and up weights, and down_dim the columns of the down
  * weights. */
@@ -128,31 +147,38 @@ static int check_tokens(const Call *c, const EpTensor *x, const EpTensor *indice
 /* ---- forward ---- */
 
 static int multiply_up(const Call *c, const Weights *w, double alpha, double limit, const EpTensor *rows,
-                       const EpTensor *out, const EpTensor *saved) {
-    return multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
-                                .activation = w->activation,
-                                .alpha = alpha,
-                                .limit = limit,
-                                .a = rows,
-                                .b = w->gate_up,
-                                .b_scale = w->gate_up_scale,
-                                .b_zero = w->gate_up_zero,
-                                .bias = w->gate_up_bias,
-                                .out = out,
-                                .saved = saved});
+                       const EpTensor *out, const EpTensor *saved, Low low) {
+    return multiply_with(c,
+                         (EpGemm){.kind = EP_GEMM_FORWARD,
+                                  .activation = w->activation,
+                                  .alpha = alpha,
+                                  .limit = limit,
+                                  .a = rows,
+                                  .b = w->gate_up,
+                                  .b_scale = w->gate_up_scale,
+                                  .b_zero = w->gate_up_zero,
+                                  .bias = w->gate_up_bias,
+                                  .out = out,
+                                  .saved = saved},
+                         low);
 }
-static int multiply_down(const Call *c, const Weights *w, const EpTensor *rows, const EpTensor *out) {
-    return multiply(c, (EpGemm){.kind = EP_GEMM_FORWARD,
-                                .a = rows,
-                                .b = w->down,
-                                .b_scale = w->down_scale,
-                                .b_zero = w->down_zero,
-                                .bias = w->down_bias,
-                                .out = out});
+static int multiply_down(const Call *c, const Weights *w, const EpTensor *rows, const EpTensor *out,
+                         Low low) {
+    return multiply_with(c,
+                         (EpGemm){.kind = EP_GEMM_FORWARD,
+                                  .a = rows,
+                                  .b = w->down,
+                                  .b_scale = w->down_scale,
+                                  .b_zero = w->down_zero,
+                                  .bias = w->down_bias,
+                                  .out = out},
+                         low);
 }
 
 static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
-    const bool is_fused = fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
+    const bool has_low = a->gate_up_low_in || a->down_low_in;
+    const bool is_fused =
+        !has_low && fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan};
     const EpDispatchArgs dispatch = {.x = a->x,
                                      .weight = a->weight,
@@ -213,12 +239,13 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     EP_TRY(is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
                     : run(c, EP_OP_DISPATCH, &dispatch, ran));
     if (!ran->is_launched) return 0;
-    if (!is_fused) code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, a->h);
+    if (!is_fused)
+        code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, a->h, LOW_OF(a, gate_up));
     if (is_fused) {
         EP_TRY(report(c, EP_OP_GEMM_COMBINE, code));
         return run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran);
     }
-    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows);
+    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows, LOW_OF(a, down));
     EP_TRY(report(c, EP_OP_COMBINE, code));
     return run(c, EP_OP_COMBINE, &combine, ran);
 }
@@ -226,7 +253,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
 /* ---- backward ---- */
 
 static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
-    const bool is_fused = fuses(c, a->h, 1, a->down, 2, false, true);
+    const bool is_fused = !a->down_low_in && fuses(c, a->h, 1, a->down, 2, false, true);
     const EpDispatchArgs dispatch = {.x = a->dy, .plan = a->plan, .rows = a->g, .recv = a->recv};
     const EpDispatchGemmArgs dispatch_gemm = {.x = a->dy,
                                               .plan = a->plan,
@@ -241,7 +268,8 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
                     : run(c, EP_OP_DISPATCH, &dispatch, ran));
     int code = 0;
     if (!is_fused)
-        code = multiply(c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->g, .b = a->down, .out = a->weighted});
+        code = multiply_with(c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->g, .b = a->down, .out = a->weighted},
+                             LOW_OF(a, down));
     /* The weighted rows take the place of the product, which nothing else needs. */
     if (!code)
         code = ep_activation(&(EpActivationArgs){.activation = a->activation,
@@ -259,7 +287,7 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
 }
 
 static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
-    const bool is_fused = fuses(c, a->gate_up, 1, a->weighted, 1, false, true);
+    const bool is_fused = !a->gate_up_low_in && fuses(c, a->gate_up, 1, a->weighted, 1, false, true);
     const EpCombineArgs combine = {.rows = a->out_rows,
                                    .row_scalar = a->dots,
                                    .plan = a->plan,
@@ -280,7 +308,9 @@ static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
     if (!code && a->d_down)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->g, .b = a->weighted, .out = a->d_down});
     if (!code && !is_fused)
-        code = multiply(c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->d_h, .b = a->gate_up, .out = a->out_rows});
+        code = multiply_with(
+            c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->d_h, .b = a->gate_up, .out = a->out_rows},
+            LOW_OF(a, gate_up));
     EP_TRY(report(c, EP_OP_COMBINE, code));
     EP_TRY(is_fused ? run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran) : run(c, EP_OP_COMBINE, &combine, ran));
     if (a->d_gate_up)
@@ -309,8 +339,8 @@ static int ll_experts(Call *c, const EpLlExpertsArgs *a, EpRan *ran) {
     if (!code) code = check_weights(c, &weights);
     EP_TRY(report(c, EP_OP_LL_DISPATCH, code));
     EP_TRY(run(c, EP_OP_LL_DISPATCH, &dispatch, ran));
-    code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, NULL);
-    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows);
+    code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, NULL, LOW_OF(a, gate_up));
+    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows, LOW_OF(a, down));
     EP_TRY(report(c, EP_OP_LL_COMBINE, code));
     return run(c, EP_OP_LL_COMBINE, &combine, ran);
 }

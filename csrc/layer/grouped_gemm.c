@@ -121,18 +121,47 @@ static int read_four_bit(const EpGemm *g, const EpGemmParams *p, EpFourBit *four
     return 0;
 }
 
+/* Check a product of low rank that is added, and read its size. */
+static int read_low_rank(const EpGemm *g, const EpGemmParams *p, EpLowRank *low) {
+    const EpBackendKind kind = g->a->kind;
+    const bool is_forward = g->kind == EP_GEMM_FORWARD;
+    if (!g->low_a || !g->low_b || g->b_scale || g->kind == EP_GEMM_WGRAD)
+        return ep_error(EP_EINVAL,
+                        "a product of low rank: needs both low_a and low_b, and weights of 16 bits, "
+                        "in a forward GEMM or that of the gradient of its rows");
+    const int64_t L = p->num_experts, R = g->low_a->num_dims == 2 ? g->low_a->shape[1] : 0,
+                  unit = kind == EP_CUDA ? 16 : 1;
+    if (R < unit || R % unit || R > EP_GEMM_MAX_COLS)
+        return ep_error(EP_EINVAL,
+                        "rows of low rank %lld: the rank must be a positive multiple of %lld, at most %u",
+                        (long long)R, (long long)unit, EP_GEMM_MAX_COLS);
+    const EpWanted wanted[] = {
+        {"rows of low rank", g->low_a, g->a->dtype, 2, {p->num_rows, R, -1}},
+        {"weights of low rank", g->low_b, g->a->dtype, 3, {L, is_forward ? p->n : R, is_forward ? R : p->k}},
+    };
+    for (uint32_t i = 0; i < 2; i++)
+        EP_TRY(ep_tensor_check(&wanted[i], kind, g->a->device, kind == EP_CUDA ? 16 : 2));
+    low->a = g->low_a->data;
+    low->b = g->low_b->data;
+    low->r = (uint32_t)R;
+    return 0;
+}
+
 int ep_grouped_gemm(const EpGemm *g, void *stream) {
     const EpBackendKind where = g->a->kind;
     const EpBackend *backend = ep_backend(where);
     EpGemmParams p = {0};
     EpGemmScales scales;
     EpFourBit four_bit;
+    EpLowRank low_rank;
+    const bool has_low_rank = g->low_a || g->low_b;
     if (!backend) return EP_EINVAL;
     EP_TRY(check_sizes(g, &p));
     if (has_four_bits(g)) EP_TRY(read_four_bit(g, &p, &four_bit));
     if (g->a_scale && !ep_multiplies(where, EP_IN_FP8))
         return ep_error(EP_EINVAL, "rows in FP8 on the CPU: the grouped GEMM of FP8 runs on CUDA only");
     if (g->a_scale) EP_TRY(read_scales(g, &p, &scales));
+    if (has_low_rank) EP_TRY(read_low_rank(g, &p, &low_rank));
     const int64_t L = p.num_experts, M = p.num_rows, N = p.n, K = p.k, out_cols = ep_gemm_out_cols(&p);
     const bool is_forward = g->kind == EP_GEMM_FORWARD, is_wgrad = g->kind == EP_GEMM_WGRAD;
     const uint32_t dtype = g->a_scale ? EP_U8 : g->a->dtype;
@@ -159,6 +188,10 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     if (g->saved && (!is_forward || !g->activation || g->row_weight || g->b_scale))
         return ep_error(EP_EINVAL,
                         "saved: must be absent without an activation, with row_weight, and with scales");
+    if (has_low_rank && g->activation && g->row_weight)
+        return ep_error(EP_EINVAL,
+                        "row_weight: must be absent, because an activation follows a product of low "
+                        "rank");
     const EpOperand operands[] = {
         {"output", g->out, true},
         {"saved", g->saved, true},
@@ -171,6 +204,8 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"scales of the rows", g->a_scale, false},
         {"scales of the weights", g->b_scale, false},
         {"zeros of the weights", g->b_zero, false},
+        {"rows of low rank", g->low_a, false},
+        {"weights of low rank", g->low_b, false},
     };
     EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
     p.a = g->a->data;
@@ -187,7 +222,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     if (g->saved) p.saved = g->saved->data;
     p.saves = g->saved != NULL;
     return backend->gemm(g->a->device, &p, g->a_scale ? &scales : NULL, has_four_bits(g) ? &four_bit : NULL,
-                         stream);
+                         has_low_rank ? &low_rank : NULL, stream);
 }
 
 int ep_gemm_has_counter(int device, void *stream, bool *has) {

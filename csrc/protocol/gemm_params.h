@@ -110,6 +110,28 @@ typedef struct {
     EpGemmParams gemm;
     EpGemmScales scales;
 } EpGemmFp8Params;
+
+/* A product of low rank, which FORWARD and DGRAD add to their sums before anything is rounded. Its b has the
+ * place of the weights, and r that of the contraction:
+ *   FORWARD  out[r] = act(.. + a[r] * b[e(r)]^T)   a [M][R], b [L][N][R]
+ *   DGRAD    out[r] = .. + a[r] * b[e(r)]          a [M][R], b [L][R][K] */
+typedef struct {
+    const void *a, *b;
+    uint32_t r; /* R: a multiple of 16 on CUDA */
+} EpLowRank;
+typedef struct {
+    EpGemmParams gemm;
+    EpLowRank low;
+} EpGemmLowRankParams;
+/* The product of low rank by itself: its operands have these parameters' places. */
+EP_PURE EpGemmParams ep_gemm_low_rank(const EpGemmParams *p, const EpLowRank *low) {
+    EpGemmParams q = *p;
+    q.a = low->a;
+    q.b = low->b;
+    *(p->kind == EP_GEMM_FORWARD ? &q.k : &q.n) = low->r;
+    return q;
+}
+
 EP_PURE uint32_t ep_gemm_num_blocks(uint32_t size) {
     return size / EP_GEMM_SCALE_BLOCK + (size % EP_GEMM_SCALE_BLOCK != 0);
 }

@@ -203,93 +203,118 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * ep_layer_fuses says so, each product shares a launch with the communication beside it. is_planned: the plan
  * exists, and indices is not read. If nothing was launched after the plan, because the outputs do not fit
  * (awaits_rows), the caller calls again, with is_planned. The rest is as in dispatch_gemm and gemm_combine.
- * Scales and zeros are those of weights of 4 bits, as EpGemm has them; NULL in 16 bits. */
-#define EP_ARGS_experts(X, S)       \
-    X(S, TENSOR, x)                 \
-    X(S, OPTIONAL, indices)         \
-    X(S, TENSOR, weight)            \
-    X(S, TENSOR, gate_up)           \
-    X(S, OPTIONAL, gate_up_bias)    \
-    X(S, OPTIONAL, gate_up_scale)   \
-    X(S, OPTIONAL, gate_up_zero)    \
-    X(S, TENSOR, down)              \
-    X(S, OPTIONAL, down_bias)       \
-    X(S, OPTIONAL, down_scale)      \
-    X(S, OPTIONAL, down_zero)       \
-    X(S, PLAN, plan)                \
-    X(S, OWN, recv)                 \
-    X(S, OWN, rows)                 \
-    X(S, OWN, row_weight)           \
-    X(S, OWN_OUT_OPTIONAL, h)           \
-    X(S, OWN, a)                    \
-    X(S, OWN, out_rows)             \
-    X(S, OWN, out)                  \
-    X(S, U32, activation)           \
-    X(S, F64, alpha)                \
-    X(S, F64, limit)                \
-    X(S, U32, requires_grad)        \
-    X(S, PLANNED, is_planned)       \
+ * Scales and zeros are those of weights of 4 bits, as EpGemm has them; NULL in 16 bits.
+ * LoRA: beside the product of some rows with a weight of 16 bits, low_in multiplies the same rows, low_rows
+ * gets the result, and its product with low_out is added (EpLowRank). gate_up_low_in [L][R][H],
+ * gate_up_low_out [L][N][R] and gate_up_low_rows [>= M][R], or none of them; down_low_in [L][R][I],
+ * down_low_out [L][H][R] and down_low_rows likewise. With any of them no launch is shared. */
+#define EP_ARGS_experts(X, S)                \
+    X(S, TENSOR, x)                          \
+    X(S, OPTIONAL, indices)                  \
+    X(S, TENSOR, weight)                     \
+    X(S, TENSOR, gate_up)                    \
+    X(S, OPTIONAL, gate_up_bias)             \
+    X(S, OPTIONAL, gate_up_scale)            \
+    X(S, OPTIONAL, gate_up_zero)             \
+    X(S, TENSOR, down)                       \
+    X(S, OPTIONAL, down_bias)                \
+    X(S, OPTIONAL, down_scale)               \
+    X(S, OPTIONAL, down_zero)                \
+    X(S, PLAN, plan)                         \
+    X(S, OWN, recv)                          \
+    X(S, OWN, rows)                          \
+    X(S, OWN, row_weight)                    \
+    X(S, OWN_OUT_OPTIONAL, h)                \
+    X(S, OWN, a)                             \
+    X(S, OWN, out_rows)                      \
+    X(S, OWN, out)                           \
+    X(S, OPTIONAL, gate_up_low_in)           \
+    X(S, OPTIONAL, gate_up_low_out)          \
+    X(S, OWN_OUT_OPTIONAL, gate_up_low_rows) \
+    X(S, OPTIONAL, down_low_in)              \
+    X(S, OPTIONAL, down_low_out)             \
+    X(S, OWN_OUT_OPTIONAL, down_low_rows)    \
+    X(S, U32, activation)                    \
+    X(S, F64, alpha)                         \
+    X(S, F64, limit)                         \
+    X(S, U32, requires_grad)                 \
+    X(S, PLANNED, is_planned)                \
     X(S, AWAITS, awaits_rows)
 
 /* The first half of the backward of experts, before experts_up: dispatch of dy [T][H], its product with down,
  * and the gradient of the activation. h and row_weight are those of experts. Outputs: g [>= M][H], dy of each
  * row; weighted [>= M][I], the rows of the activation times their weights; d_h [>= M][N]; dots [>= M], the
- * gradient of the weights of the rows without that of down_bias; recv is scratch. */
-#define EP_ARGS_experts_down(X, S)   \
-    X(S, TENSOR, dy)                 \
-    X(S, TENSOR, down)               \
-    X(S, PLAN, plan)                 \
-    X(S, OWN, h)                     \
-    X(S, OWN, row_weight)            \
-    X(S, OWN, recv)                  \
-    X(S, OWN, g)                     \
-    X(S, OWN, weighted)              \
-    X(S, OWN, d_h)                   \
-    X(S, OWN, dots)                  \
-    X(S, U32, activation)            \
-    X(S, F64, alpha)                 \
-    X(S, F64, limit)                
+ * gradient of the weights of the rows without that of down_bias; recv is scratch. LoRA as in experts, but
+ * down_low_in is [L][H][R], and down_low_out [L][R][I]. */
+#define EP_ARGS_experts_down(X, S)        \
+    X(S, TENSOR, dy)                      \
+    X(S, TENSOR, down)                    \
+    X(S, PLAN, plan)                      \
+    X(S, OWN, h)                          \
+    X(S, OWN, row_weight)                 \
+    X(S, OWN, recv)                       \
+    X(S, OWN, g)                          \
+    X(S, OWN, weighted)                   \
+    X(S, OWN, d_h)                        \
+    X(S, OWN, dots)                       \
+    X(S, OPTIONAL, down_low_in)           \
+    X(S, OPTIONAL, down_low_out)          \
+    X(S, OWN_OUT_OPTIONAL, down_low_rows) \
+    X(S, U32, activation)                 \
+    X(S, F64, alpha)                      \
+    X(S, F64, limit)
 
 /* The second half: d_down [L][H][I] of g and weighted, or NULL; d_h times gate_up, whose rows (out_rows,
  * which may be g) return and are added up in dx [T][H], with the dots in d_weight [T][K]; and d_gate_up
- * [L][N][H] of d_h and rows, or NULL. */
-#define EP_ARGS_experts_up(X, S)     \
-    X(S, OWN, d_h)                   \
-    X(S, TENSOR, gate_up)            \
-    X(S, OWN, dots)                  \
-    X(S, PLAN, plan)                 \
-    X(S, OWN, recv)                  \
-    X(S, OWN, rows)                  \
-    X(S, OWN, g)                     \
-    X(S, OWN, weighted)              \
-    X(S, OWN_OUT_OPTIONAL, d_down)       \
-    X(S, OWN, out_rows) \
-    X(S, OWN, dx) \
-    X(S, OWN, d_weight) \
-    X(S, OWN_OUT_OPTIONAL, d_gate_up)   
+ * [L][N][H] of d_h and rows, or NULL. LoRA as in experts, but gate_up_low_in is [L][N][R], and
+ * gate_up_low_out [L][R][H]. */
+#define EP_ARGS_experts_up(X, S)      \
+    X(S, OWN, d_h)                    \
+    X(S, TENSOR, gate_up)             \
+    X(S, OWN, dots)                   \
+    X(S, PLAN, plan)                  \
+    X(S, OWN, recv)                   \
+    X(S, OWN, rows)                   \
+    X(S, OWN, g)                      \
+    X(S, OWN, weighted)               \
+    X(S, OWN_OUT_OPTIONAL, d_down)    \
+    X(S, OWN, out_rows)               \
+    X(S, OWN, dx)                     \
+    X(S, OWN, d_weight)               \
+    X(S, OWN_OUT_OPTIONAL, d_gate_up) \
+    X(S, OPTIONAL, gate_up_low_in)    \
+    X(S, OPTIONAL, gate_up_low_out)   \
+    X(S, OWN_OUT_OPTIONAL, gate_up_low_rows)
 
 /* The experts of few tokens, in a low-latency layer: ll_dispatch into compact rows, both products,
- * ll_combine. handle, rows and counts are as there; a [capacity][I], out_rows [capacity][H], out [T][H]. */
-#define EP_ARGS_ll_experts(X, S)     \
-    X(S, TENSOR, x)                  \
-    X(S, TENSOR, indices)            \
-    X(S, TENSOR, weight)             \
-    X(S, TENSOR, gate_up)            \
-    X(S, OPTIONAL, gate_up_bias)     \
-    X(S, OPTIONAL, gate_up_scale)    \
-    X(S, OPTIONAL, gate_up_zero)     \
-    X(S, TENSOR, down)               \
-    X(S, OPTIONAL, down_bias)        \
-    X(S, OPTIONAL, down_scale)       \
-    X(S, OPTIONAL, down_zero)        \
-    X(S, PLAN, handle)               \
-    X(S, OWN, rows)                  \
-    X(S, OWN, counts)                \
-    X(S, OWN, a)                     \
-    X(S, OWN, out_rows)              \
-    X(S, OWN, out)                   \
-    X(S, U32, activation)            \
-    X(S, F64, alpha)                 \
+ * ll_combine. handle, rows and counts are as there; a [capacity][I], out_rows [capacity][H], out [T][H]. LoRA
+ * as in experts. */
+#define EP_ARGS_ll_experts(X, S)             \
+    X(S, TENSOR, x)                          \
+    X(S, TENSOR, indices)                    \
+    X(S, TENSOR, weight)                     \
+    X(S, TENSOR, gate_up)                    \
+    X(S, OPTIONAL, gate_up_bias)             \
+    X(S, OPTIONAL, gate_up_scale)            \
+    X(S, OPTIONAL, gate_up_zero)             \
+    X(S, TENSOR, down)                       \
+    X(S, OPTIONAL, down_bias)                \
+    X(S, OPTIONAL, down_scale)               \
+    X(S, OPTIONAL, down_zero)                \
+    X(S, PLAN, handle)                       \
+    X(S, OWN, rows)                          \
+    X(S, OWN, counts)                        \
+    X(S, OWN, a)                             \
+    X(S, OWN, out_rows)                      \
+    X(S, OWN, out)                           \
+    X(S, OPTIONAL, gate_up_low_in)           \
+    X(S, OPTIONAL, gate_up_low_out)          \
+    X(S, OWN_OUT_OPTIONAL, gate_up_low_rows) \
+    X(S, OPTIONAL, down_low_in)              \
+    X(S, OPTIONAL, down_low_out)             \
+    X(S, OWN_OUT_OPTIONAL, down_low_rows)    \
+    X(S, U32, activation)                    \
+    X(S, F64, alpha)                         \
     X(S, F64, limit)
 /* clang-format on */
 

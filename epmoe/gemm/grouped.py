@@ -198,7 +198,7 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, ro
     elif a_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
         a, b = a.view(torch.uint8), b.view(torch.uint8)
     _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable,
-                    a_scale, b_scale, b_zero)
+                    a_scale, b_scale, b_zero, None, None, None)
     return out
 
 
@@ -285,7 +285,7 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale
     counter = tile_counter(a)
     mark_written((sums,))
     _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable, None, None,
-                    None)
+                    None, None, None, None)
     if not fits:
         out.add_(sums)
 

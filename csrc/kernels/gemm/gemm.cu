@@ -11,6 +11,7 @@
 
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
 extern EpClusterKernel ep_gemm_save_kernels_bf16[], ep_gemm_save_kernels_f16[];
+extern EpClusterKernel ep_gemm_low_rank_kernels_bf16[], ep_gemm_low_rank_kernels_f16[];
 extern EpClusterKernel ep_gemm_kernels_fp8_bf16[], ep_gemm_kernels_fp8_f16[];
 extern EpClusterKernel ep_gemm_kernels_one_scale_bf16[], ep_gemm_kernels_one_scale_f16[];
 extern EpClusterKernel ep_gemm_kernels_accumulate_bf16[], ep_gemm_kernels_accumulate_f16[];
@@ -56,6 +57,18 @@ static int launch_portable_fp8(const EpGemmFp8Params *p, uint32_t num_blocks, cu
     if (EP_ACT_KERNEL(p->gemm.activation) == ACT) {                                         \
         simple_fp8_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                     \
+    }
+    EP_ACT_KERNELS(EP_CASE)
+#undef EP_CASE
+    return (int)cudaErrorInvalidValue;
+}
+
+template <bool F16>
+static int launch_portable_low_rank(const EpGemmLowRankParams *p, uint32_t num_blocks, cudaStream_t stream) {
+#define EP_CASE(ACT)                                                                             \
+    if (EP_ACT_KERNEL(p->gemm.activation) == ACT) {                                              \
+        simple_low_rank_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
+        return (int)cudaGetLastError();                                                          \
     }
     EP_ACT_KERNELS(EP_CASE)
 #undef EP_CASE
@@ -123,6 +136,37 @@ static int launch_hopper_w4(const EpGemmW4Params *p, uint32_t num_sms, void *str
     return ep_launch_clusters(k, &l, stream);
 }
 
+static int launch_hopper_low_rank(const EpGemmLowRankParams *p, uint32_t num_sms, void *stream) {
+    const EpGemmParams *g = &p->gemm;
+    /* There are no narrower tiles: they would pay for few columns only. */
+    const uint32_t tile_cols = ep_gemm_is_small_m(g) ? 64 : 256;
+    EpClusterKernel *table = g->is_f16 ? ep_gemm_low_rank_kernels_f16 : ep_gemm_low_rank_kernels_bf16;
+    EpClusterKernel *k = ep_find_kernel(table, 0, g, tile_cols);
+    uint32_t max_ctas;
+    if (!k) return (int)cudaErrorInvalidValue;
+    const int e = ep_load_kernel(k, &max_ctas);
+    if (e) return e;
+    EpGemmLowRankParams q = *p;
+    q.gemm.limit_ns = EP_GEMM_MIN_LIMIT_NS;
+    const EpGemmParams low = ep_gemm_low_rank(g, &p->low);
+    const EpClusterLaunch l = {num_sms / 2 * 2,
+                               false,
+                               &q,
+                               ep_map_a(g, tile_cols),
+                               ep_map_b(g, tile_cols),
+                               ep_map_a(&low, tile_cols),
+                               ep_map_b(&low, tile_cols)};
+    return ep_launch_clusters(k, &l, stream);
+}
+
+static int launch_low_rank(const EpGemmLowRankParams *p, const EpCapabilities *c, void *stream) {
+    const EpGemmParams *g = &p->gemm;
+    if (g->num_rows == 0 || g->num_experts == 0) return 0;
+    if (c->has_hopper && !g->is_portable) return launch_hopper_low_rank(p, c->num_sms, stream);
+    return (g->is_f16 ? launch_portable_low_rank<true>
+                      : launch_portable_low_rank<false>)(p, 4 * c->num_sms, (cudaStream_t)stream);
+}
+
 static int launch_w4(const EpGemmW4Params *p, const EpCapabilities *c, void *stream) {
     const EpGemmParams *g = &p->gemm;
     if (g->num_rows == 0 || g->num_experts == 0) return 0;
@@ -141,13 +185,17 @@ static int launch_fp8(const EpGemmFp8Params *p, const EpCapabilities *c, void *s
 }
 
 extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                              void *stream) {
+                              const EpLowRank *low_rank, void *stream) {
     EpCapabilities c;
     const int e = ep_capabilities(&c);
     if (e) return e;
     if (four_bit) {
         const EpGemmW4Params q = {*p, *four_bit};
         return launch_w4(&q, &c, stream);
+    }
+    if (low_rank) {
+        const EpGemmLowRankParams q = {*p, *low_rank};
+        return launch_low_rank(&q, &c, stream);
     }
     if (scales) {
         const EpGemmFp8Params q = {*p, *scales};

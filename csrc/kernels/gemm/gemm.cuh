@@ -12,6 +12,9 @@
  * at the same time have tiles with near numbers, and find the same rows and weights in L2. That saves power,
  * and power limits a GPU that computes GEMMs.
  *
+ * With a product of low rank, the producer loads its operands into the stages after those of the weights. The
+ * MMA warps see more values of k.
+ *
  * For small M (few rows per expert), tiles and MMA warps are those of gemm_small_m.cuh. With FP8 and a scale
  * for each block of weights, the MMA warps are those of gemm_fp8.cuh.
  *
@@ -128,7 +131,8 @@ EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, u
  * == 0 is the end marker. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s,
-                                  const CUtensorMap *map_a, const CUtensorMap *map_b) {
+                                  const CUtensorMap *map_a, const CUtensorMap *map_b,
+                                  const CUtensorMap *low_a, const CUtensorMap *low_b) {
     const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
     uint32_t num_done = 0, drawn = 0xffffffffu;
     EpGemmTileScheduler sched = {0};
@@ -143,6 +147,8 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
         if (ep_gemm_leads<C>()) hooks.await_rows(t);
         /* only now, because await_rows may need the number of rows of the whole expert */
         t.num_rows = min(t.num_rows, (uint32_t)C::BM);
+        const uint32_t low_from = (t.num_k + C::BK - 1) / C::BK * C::BK; /* TMA fills up with zeros */
+        if constexpr (C::LOW_RANK) t.num_k = low_from + ((const EpGemmLowRankParams *)p)->low.r;
         EpGemmScaleCursor scales = {};
         if constexpr (C::WARP_PRODUCES) {
             __syncwarp(); /* what lane 0 has acquired is now readable by all lanes */
@@ -155,11 +161,13 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
             if (ep_gemm_leads<C>()) {
                 if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
                 if constexpr (C::SCALE_WARP) ep_mbar_arrive(ep_gemm_info_ready<C>(s, ring.stage));
+                const bool is_low = C::LOW_RANK && k >= low_from;
                 if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
                 else
-                    ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
-                                          s->full + 8 * ring.stage, C::BY_BLOCK ? ep_cluster_rank() : rank,
-                                          map_a, map_b, (const EpGemmW4Params *)p,
+                    ep_gemm_load_stage<C>(&t, is_low ? k - low_from : k,
+                                          s->stages + ring.stage * C::STAGE_BYTES, s->full + 8 * ring.stage,
+                                          C::BY_BLOCK ? ep_cluster_rank() : rank, is_low ? low_a : map_a,
+                                          is_low ? low_b : map_b, (const EpGemmW4Params *)p,
                                           ep_gemm_w4_slot<C>(s, ring.stage));
                 if (k == 0 && (C::BY_BLOCK ? ep_cluster_rank() : rank) == 0)
                     drawn = ep_next_tile_send<C>(p, s, num_done);
@@ -325,14 +333,20 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
     hooks.after_last_tile(s->stages);
 }
 
+/* low_a, low_b: with LOW_RANK the operands of the product of low rank. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap *map_a,
-                         const CUtensorMap *map_b) {
+                         const CUtensorMap *map_b, const CUtensorMap *low_a = nullptr,
+                         const CUtensorMap *low_b = nullptr) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const EpGemmShared s = ep_gemm_shared<C>(ep_smem(smem_bytes));
     if (threadIdx.x == 0) {
         ep_tma_prefetch(map_a);
         ep_tma_prefetch(map_b);
+        if constexpr (C::LOW_RANK) {
+            ep_tma_prefetch(low_a);
+            ep_tma_prefetch(low_b);
+        }
         for (uint32_t i = 0; i < C::STAGES; i++) {
             ep_mbar_init(s.full + 8 * i, C::BY_BLOCK ? 1 + 32 : 1);
             if constexpr (C::SCALE_WARP) ep_mbar_init(ep_gemm_info_ready<C>(&s, i), 1);
@@ -345,7 +359,8 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
     if (threadIdx.x < 128) {
         ep_setmaxnreg_dec<Hooks::PRODUCER_REGS>();
         if (threadIdx.x >= 32) hooks.comm(s.end);
-        else if (C::WARP_PRODUCES || threadIdx.x == 0) ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b);
+        else if (C::WARP_PRODUCES || threadIdx.x == 0)
+            ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b, low_a, low_b);
         if constexpr (C::SCALE_WARP)
             if (threadIdx.x / 32 == 1) ep_gemm_load_scales<C>(p, hooks, &s);
         __syncwarp();

@@ -45,6 +45,9 @@ template <int ACT, bool F16, bool ACCUMULATES> struct EpSimpleGemm {
         return b[((uint64_t)t->expert * p->n + weight_row(p, col)) * p->k + c];
     }
 
+    /* Elements of the contraction that follow those of the weights. */
+    static __device__ uint32_t num_more(const void *) { return 0; }
+
     static __device__ void write_tile(const EpGemmParams *p, const EpGemmTile *t, const float *sums) {
         constexpr uint32_t COLS = EP_SIMPLE_TILE / (GATED ? 2 : 1);
         const uint32_t out_cols = ep_gemm_out_cols(p), first = t->col0 / (GATED ? 2 : 1);
@@ -70,8 +73,36 @@ template <int ACT, bool F16, bool ACCUMULATES> struct EpSimpleGemm {
     }
 };
 
-/* G: EpSimpleGemm, or one that derives from it and loads weights of another format. Params: its parameters,
- * which are EpGemmParams or begin with them. */
+/* With a product of low rank (EpLowRank), whose elements of the contraction follow those of the weights. */
+template <int ACT, bool F16> struct EpSimpleLowRankGemm : EpSimpleGemm<ACT, F16, false> {
+    using Base = EpSimpleGemm<ACT, F16, false>;
+    using T = typename Base::T;
+
+    /* The product and the tile to which element c of the contraction belongs, and its number there. */
+    struct Place {
+        EpGemmParams p;
+        EpGemmTile t;
+        uint32_t c;
+    };
+    static __device__ Place place(const EpGemmLowRankParams *q, const EpGemmTile *t, uint32_t c) {
+        const uint32_t num_k = t->num_k - q->low.r;
+        Place at = {c < num_k ? q->gemm : ep_gemm_low_rank(&q->gemm, &q->low), *t, c < num_k ? c : c - num_k};
+        at.t.num_k = c < num_k ? num_k : q->low.r;
+        return at;
+    }
+    static __device__ uint32_t num_more(const EpGemmLowRankParams *q) { return q->low.r; }
+    static __device__ T load_a(const EpGemmParams *p, const EpGemmTile *t, uint32_t m, uint32_t c) {
+        const Place at = place((const EpGemmLowRankParams *)p, t, c);
+        return Base::load_a(&at.p, &at.t, m, at.c);
+    }
+    static __device__ T load_b(const EpGemmLowRankParams *q, const EpGemmTile *t, uint32_t n, uint32_t c) {
+        const Place at = place(q, t, c);
+        return Base::load_b(&at.p, &at.t, n, at.c);
+    }
+};
+
+/* G: EpSimpleGemm, or one that derives from it and loads other operands. Params: its parameters, which are
+ * EpGemmParams or begin with them. */
 template <typename G, typename Params> EP_PTX void simple_gemm(const EpGemmParams &p, const Params &params) {
     using namespace nvcuda;
     using T = typename G::T;
@@ -85,6 +116,7 @@ template <typename G, typename Params> EP_PTX void simple_gemm(const EpGemmParam
     ep_tile_scheduler_enter(&p, EP_SIMPLE_TILE, 1, &sched);
     for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &sched, n, &t);
          n += gridDim.x) {
+        t.num_k += G::num_more(&params);
         wmma::fragment<wmma::accumulator, 16, 16, 16, float> acc[2][2];
         for (int i = 0; i < 4; i++) wmma::fill_fragment(acc[i / 2][i % 2], 0.0f);
         for (uint32_t k = 0; k < t.num_k; k += EP_SIMPLE_BK) {
@@ -121,6 +153,11 @@ template <typename G, typename Params> EP_PTX void simple_gemm(const EpGemmParam
 template <int ACT, bool F16, bool ACCUMULATES> __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
     simple_gemm_kernel(const __grid_constant__ EpGemmParams p) {
     simple_gemm<EpSimpleGemm<ACT, F16, ACCUMULATES>>(p, p);
+}
+
+template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
+    simple_low_rank_gemm_kernel(const __grid_constant__ EpGemmLowRankParams q) {
+    simple_gemm<EpSimpleLowRankGemm<ACT, F16>>(q.gemm, q);
 }
 
 #endif /* EP_GEMM_PORTABLE_CUH */

@@ -47,11 +47,12 @@ template <typename C> EP_PTX void ep_gemm_save_part(float *d, const EpGemmParams
                                                     uint32_t num_rows, uint32_t col0, uint32_t staging) {
     constexpr int SIZE = C::GATED ? 8 : 4;
     const uint32_t out_cols = ep_gemm_out_cols(p);
+    const bool saves = !C::LOW_RANK || p->saves;
     EpGemmDeferred<EpGemmSaved> saved, values;
     saved.num_rows = values.num_rows = num_rows;
     if constexpr (EP_ACT_IS_MIXED(C::ACT)) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2 && saves; half++) {
 #pragma unroll
             for (int i = 0; i < EpGemmSaved::OUT_GROUPS; i++) { /* of 32 outputs, for the two rows */
                 const float *v = d + (half * 4 + i / 2) * SIZE + i % 2 * 2;
@@ -62,7 +63,7 @@ template <typename C> EP_PTX void ep_gemm_save_part(float *d, const EpGemmParams
         }
     } else {
 #pragma unroll
-        for (int part = 0; part < SIZE / 4; part++) { /* the gates, then the ups; or the products */
+        for (int part = 0; part < SIZE / 4 && saves; part++) { /* the gates, then the ups; or the products */
 #pragma unroll
             for (int i = 0; i < 2 * EpGemmSaved::OUT_GROUPS; i++) {
                 const float *v = d + i / 2 * SIZE + i % 2 * 2 + 4 * part;

@@ -161,7 +161,7 @@ EP_PTX void ep_gemm_small_m_finish(uint32_t (&v)[4], float *d, const EpGemmParam
 #pragma unroll
         for (int i = 0; i < 2 * NUM; i++) {
             const uint32_t r = row + i % 2 * 8, c = col + i / 2 * 8;
-            if (r < t->num_rows && c <= last)
+            if (r < t->num_rows && c <= last && (!C::LOW_RANK || p->saves))
                 ep_gemm_save_pair<C::ACT, C::F16>(p, t->row0 + r, c, d + SIZE * (i / 2) + i % 2 * 2);
         }
     }

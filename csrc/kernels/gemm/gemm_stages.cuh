@@ -20,7 +20,7 @@ enum {
 template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false, BY_BLOCK = false,
-                          ACCUMULATES = false, SAVES = false, W4 = false;
+                          ACCUMULATES = false, SAVES = false, W4 = false, LOW_RANK = false;
     /* The warp that loads scales, if there are any: the producer's, or one of its own (SCALE_WARP), to which
      * the producer signals each stage. */
     static constexpr bool WARP_PRODUCES = false, SCALE_WARP = false;
@@ -59,6 +59,13 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
                   "the boxes of the other kinds are adjacent with one box of k");
     static_assert(NUM_NEXT > STAGES && (NUM_NEXT & (NUM_NEXT - 1)) == 0,
                   "an entry is free when it is written; see ep_next_tile_send");
+};
+
+/* The configuration of a kernel that also adds a product of low rank (EpLowRank), whose values of k follow
+ * those of the weights, from the next stage on. With an activation it can save the product. */
+template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmLowRankConfig
+    : EpGemmConfig<KIND_, BN_, ACT_, F16_> {
+    static constexpr bool LOW_RANK = true, SAVES = ACT_ != EP_ACT_NONE;
 };
 
 /* The configuration of a kernel for FP8. A line of shared memory has 128 bytes: 128 values of k instead of

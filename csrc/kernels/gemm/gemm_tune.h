@@ -47,6 +47,21 @@
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_GATE)     \
     X(EP_GEMM_FORWARD, 256, EP_ACT_ANY_UNGATED) \
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_UNGATED)
+/* Those that add a product of low rank. With an activation they can also save the product. */
+#define EP_GEMM_LOW_RANK_VARIANTS(X)            \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_NONE)        \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_NONE)         \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GELU)        \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)         \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU)      \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU)       \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS)     \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)      \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_ANY_GATE)    \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_GATE)     \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_ANY_UNGATED) \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_UNGATED)  \
+    X(EP_GEMM_DGRAD, 256, EP_ACT_NONE)
 EP_PURE bool ep_gemm_is_small_m(const EpGemmParams *p) {
     return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
 }
