@@ -14,7 +14,7 @@ import epmoe
 from cases import generator, keep, process_ranks
 from epmoe import reference
 from epmoe.gemm.grouped import WGRAD
-from lora_cases import ALPHA, WEIGHTS, add, experts_of, factors_of, make_lora, step, wanted_of
+from lora_cases import ALPHA, WEIGHTS, add, experts_of, factors_of, fill, make_lora, step, wanted_of
 from moe_cases import Model, close, inputs_of, make_moe, parameters_of
 from nodes_cases import run_nodes
 from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome
@@ -512,6 +512,57 @@ def test_lora_mixture_gives_each_token_its_adapter(ranks, case, size):
             if model.dtype != FP32:
                 wanted = got["of_one"][name] if name else want
                 assert torch.equal(got["y"][mine], wanted[mine]), name
+            if name and model.dtype != FP32 and case not in BASES:  # one kernel adds both products
+                assert torch.equal(got["y"][mine], want[mine]), name
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_lora_mixture_sees_what_a_program_writes_to_an_adapter(ranks, dtype):
+    model = Model(dtype=dtype)
+
+    def run(world, device):
+        moe = _with_three(world, device, model)
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        numbers = torch.zeros(len(x), dtype=torch.int64, device=device)
+        moe.set_adapter(["c", "a"])
+        before = moe(x, idx, weight, adapters=numbers)
+        again = moe(x, idx, weight, adapters=numbers)
+        fill(moe, "c", factors_of(model, moe.num_experts, RANKS_OF["c"], seed=9))
+        after = moe(x, idx, weight, adapters=numbers)
+        moe.set_adapter("c")
+        with torch.no_grad():
+            want = moe(x, idx, weight, decode=False)
+        moe.finalize()
+        return before, again, after, want
+
+    for before, again, after, want in ranks(run):
+        assert torch.equal(before, again)
+        close(after, want, "written", TOLERANCE[dtype])
+        assert not len(before) or not torch.allclose(before, after, atol=1e-3)
+
+
+@pytest.mark.parametrize("num, r", [(4, 48), (17, 16)], ids=["few columns", "many columns"])
+def test_lora_mixture_of_many_columns(ranks, num, r):
+    """Up to 256 columns of A are one product; more are a group of rows for each expert and adapter."""
+    model, names = Model(dtype=BF16), [f"n{i}" for i in range(num)]
+
+    def run(world, device):
+        moe = make_moe(world, device, model)
+        for seed, name in enumerate(names):
+            add(moe, name, model, r, seed=seed)
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        numbers = torch.arange(len(x), device=device) % (num + 1)
+        moe.set_adapter(names)
+        y, alone = moe(x, idx, weight, adapters=numbers), []
+        for name in (*names, None):
+            moe.set_adapter(name)
+            with torch.no_grad():
+                alone.append(moe(x, idx, weight, decode=False))
+        moe.finalize()
+        return y, torch.stack(alone).gather(0, numbers[None, :, None].expand(1, -1, y.shape[1]))[0]
+
+    for y, want in ranks(run):
+        close(y, want, "mixture", TOLERANCE[BF16])
 
 
 @pytest.mark.cpu_only
@@ -963,6 +1014,63 @@ def test_lora_mistakes_are_errors_on_all_ranks(ranks, wrong):
     check_outcomes([got for got, *_ in results], [wanted, *[others] * (len(results) - 1)], text, on_rank=0,
                    within_s=MISTAKE_LIMIT_S)
     assert len({(tuple(names), active) for _, names, active in results}) == 1
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_lora_of_a_wrong_shape_is_an_error_on_all_ranks(ranks, decode):
+    """A program has given a factor of rank 0 another shape. The next call is right on all ranks."""
+    model = Model(dtype=BF16)
+
+    def run(world, device):
+        moe = make_lora(world, device, model, 16)
+        moe.enable_decode(model.tokens)
+        factor = moe.adapters["a"].down_proj.lora_B
+        right = factor.data
+        if world.rank == 0:
+            factor.data = right[:, :-16].contiguous()
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+
+        @torch.no_grad()
+        def call():
+            return moe(x, idx, weight, decode=decode)
+
+        got = outcome(call)
+        factor.data = right
+        y, want = call(), moe(x, idx, weight, decode=False)
+        moe.finalize()
+        return got, torch.equal(y, want.detach())
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes([got for got, _ in results], ["ValueError", *["PeerError"] * (len(results) - 1)],
+                   "weights of low rank", on_rank=0, within_s=MISTAKE_LIMIT_S)
+    assert all(is_right for _, is_right in results)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("targets", [WEIGHTS, ("down_proj",), ("gate_up_proj",)], ids=str)
+def test_lora_is_in_the_calls_of_the_experts(monkeypatch, targets):
+    """In 16 bits an adapter adds no call of the module's layer, forward, backward or in decoding."""
+    calls, model = [], Model(dtype=BF16, num_local=4)
+
+    def counted(name):
+        real = getattr(epmoe._C, name)
+        monkeypatch.setattr(epmoe._C, name, lambda *args: calls.append(name) or real(*args))
+
+    for name in [n for n in dir(epmoe._C) if n.startswith("layer_") and n not in ("layer_config",)]:
+        if callable(getattr(epmoe._C, name)):
+            counted(name)
+    moe = make_lora(epmoe.thread_worlds(1)[0], "cpu", model, 16, targets)
+    moe.enable_decode(model.tokens)
+    calls.clear()
+    step(moe, model)
+    operations = [name for name in calls if name != "layer_sync"]
+    assert operations == ["layer_experts", "layer_experts_down", "layer_experts_up"]
+    calls.clear()
+    x, idx, weight, _ = inputs_of(model, 0, 1)
+    with torch.no_grad():
+        moe(x, idx, weight, decode=True)
+    assert calls == ["layer_ll_experts"]
+    moe.finalize()
 
 
 @pytest.mark.parametrize("options, text", [

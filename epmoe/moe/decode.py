@@ -17,6 +17,7 @@ from . import experts as experts_ops
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
+    from .lora_products import LoraOfCall
 
 SPARE_BUFFERS = 32  # of the 256 communication buffers of a world
 
@@ -78,11 +79,11 @@ def check_path(path: LowLatencyAll2All | None, decode: Any, *tensors: Tensor | N
 
 def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
         weights: experts_ops.Weights, activation: Activation,
-        scales: experts_ops.Scales | None = None) -> Tensor:
+        scales: experts_ops.Scales | None = None, lora: LoraOfCall | None = None) -> Tensor:
     """Dispatch, apply the experts, and combine, in one call of the module.  Returns y [T, H].
 
     weights: as EPMoE._weights returns them, for which experts.takes says yes.  scales: those of weights of 4
-    bits.
+    bits.  lora: an adapter.
     """
     gate_up, gate_up_bias, down, down_bias = weights
     capacity = a2a.capacity
@@ -102,10 +103,13 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         rows = allocate((capacity, hidden), (hidden, 1), a2a.dtype)
         a = allocate((capacity, inner), (inner, 1), a2a.dtype)
         y = allocate((x.shape[0], hidden), (hidden, 1), a2a.dtype)
+        low = (None, None) if lora is None else lora.low()
+        low_up, low_down = (experts_ops.low_rows_of(allocate, capacity, pair, 1) for pair in low)
         # The second product writes into the rows, which the first has read by then.
         _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down,
                                         down_bias, down_scale, down_zero, handle, rows, counts, a, rows, y,
-                                        *kernel))
+                                        *(low[0] or experts_ops.NO_LOW), low_up,
+                                        *(low[1] or experts_ops.NO_LOW), low_down, *kernel))
     except Exception as error:
         a2a._propagate(_C.OP_LL_DISPATCH, error, 0)
     return y

@@ -44,12 +44,16 @@ from ..torch_modes import requires_grad
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
     from ..a2a.low_latency import LowLatencyAll2All
+    from .lora_products import LoraOfCall
 
 # gate and up [L, N, H], their bias [L, N], down [L, H, I], its bias [L, H]
 Weights: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 # of weights of 4 bits: scales and zeros of gate and up, scales and zeros of down
 Scales: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
 NO_SCALES = None, None, None, None
+# LoRA beside a weight: `low_in` and `low_out` of csrc/protocol/ops.h
+Low: TypeAlias = tuple[Tensor, Tensor]
+NO_LOW = None, None
 _T = TypeVar("_T", Tensor, Tensor | None)
 _Gradients: TypeAlias = tuple[Tensor | None, ...]  # of x, weight, and of the four Weights
 
@@ -91,11 +95,12 @@ def fits_kernels(*sizes: int) -> bool:
 
 
 def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, parameters: Weights,
-        activation: Activation, as_operators: bool = False,
-        scales: Scales | None = None) -> tuple[Tensor, EPLayout]:
+        activation: Activation, as_operators: bool = False, scales: Scales | None = None,
+        lora: LoraOfCall | None = None) -> tuple[Tensor, EPLayout]:
     """Plan, and apply the experts.  Returns (y, layout).
 
     as_operators: something must see operators.  scales: those of weights of 4 bits, which have no gradients.
+    lora: an adapter, beside which the weights have no gradients either.
     """
     layout = None
     try:
@@ -103,14 +108,16 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
             return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
         kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         if not plain:
-            check_mode(tokens, topk_weights, *parameters)
+            check_mode(tokens, topk_weights, *parameters, *(lora.factors if lora else ()))
         weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)
         empty = layer._allocator()
         layout = EPLayout(layer, empty((layer._plan_words(len(tokens)),), (1,), torch.int32), len(tokens), 0)
-        if scales is None and requires_grad(tokens, weight, *parameters):
+        if lora is not None and requires_grad(tokens, weight, *lora.factors):
+            return lora.apply(tokens, weight, parameters, layer, topk_idx, layout, kernel), layout
+        if lora is None and scales is None and requires_grad(tokens, weight, *parameters):
             return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel), layout
-        y, *_ = _forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False,
-                         scales)
+        y, *_ = forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False, scales,
+                         lora.low() if lora else (None, None))
         return y, layout
     except Exception as error:
         if layout is not None and layout.recv is not None:
@@ -148,13 +155,15 @@ def as_float32(topk_weights: Tensor) -> Tensor:
     return topk_weights.to(torch.float32)
 
 
-def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
-             parameters: Weights, kernel: Kernel, num_rows: int, saves: bool,
-             scales: Scales | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """Run the experts.  Returns (y, rows, h, row_weight, recv).
+def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
+            parameters: Weights, kernel: Kernel, num_rows: int, saves: bool, scales: Scales | None = None,
+            low: tuple[Low | None, Low | None] = (None, None)) -> tuple[
+                Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Run the experts.  Returns (y, rows, h, row_weight, recv, low_rows of gate_up, low_rows of down).
 
     topk_idx: None if the plan is made already.  num_rows: for how many rows to make room; they are as many as
-    come, or more.  -1: as many as come, a number that only the plan has.  saves: for a backward.
+    come, or more.  -1: as many as come, a number that only the plan has.  saves: for a backward.  low: LoRA
+    beside gate and up, and beside down.
     Outputs are allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
@@ -181,6 +190,7 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: 
         try:
             rows, a = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
             row_weight = empty((n,), (1,), torch.float32)
+            low_up, low_down = (low_rows_of(empty, n, pair, 1) for pair in low)
             h = empty((n, columns), (columns, 1), dtype) if saves else None
             # Else the rows, which the first product has read by then.
             out_rows = empty((n, hidden), (hidden, 1), dtype) if saves else rows
@@ -194,8 +204,8 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: 
         awaits_rows = 0 if knows else 1 + n // 8 if saves else ANY_SLACK
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
-            down_zero, layout.plan, recv, rows, row_weight, h, a, out_rows, y, *kernel, saves, is_planned,
-            awaits_rows))
+            down_zero, layout.plan, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW), low_up,
+            *(low[1] or NO_LOW), low_down, *kernel, saves, is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
         if is_hint:
@@ -211,32 +221,48 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: 
     if known is None:
         layout._num_rows = found = found if awaits_rows else n
         if h is not None and found < n:
-            for t in rows, row_weight, h:
-                t.resize_(found, *t.shape[1:])
-    return y, rows, h, row_weight, recv
+            for t in rows, row_weight, h, low_up, low_down:
+                if t is not None:
+                    t.resize_(found, *t.shape[1:])
+    return y, rows, h, row_weight, recv, low_up, low_down
 
 
-def _down(layer: EPAll2AllLayer, dy: Tensor, plan: Tensor, down: Tensor, down_bias: Tensor | None, h: Tensor,
-          row_weight: Tensor, kernel: Kernel, buffer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the first half of the backward.  Returns (g, d_h, weighted, dots): see protocol/ops.h."""
+def low_rows_of(empty: Any, num_rows: int, low: Low | None, dim: int) -> Tensor | None:
+    """Return room for the low_rows of a product of so many rows, or None without LoRA.
+
+    empty: what a layer's _allocator() returns.  dim: of low_in, whose size is the rank.
+    """
+    if low is None:
+        return None
+    r = low[0].shape[dim]
+    found: Tensor = empty((num_rows, r), (r, 1), low[0].dtype)
+    return found
+
+
+def backward_down(layer: EPAll2AllLayer, dy: Tensor, plan: Tensor, down: Tensor, down_bias: Tensor | None,
+                  h: Tensor, row_weight: Tensor, kernel: Kernel, buffer: int,
+                  low: Low | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Run the first half of the backward.  Returns (g, d_h, weighted, dots, low_rows): see protocol/ops.h."""
     n, columns = h.shape
     hidden, inner, dtype, empty = layer.hidden, down.shape[2], layer.dtype, layer._allocator()
     dy, down = aligned_all(dy, down)
     g, weighted = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
     d_h, dots = empty((n, columns), (columns, 1), dtype), empty((n,), (1,), torch.float32)
     recv = empty((layer._recv_words,), (1,), torch.int32)
+    low_rows = low_rows_of(empty, n, low, 2)
     _C.layer_experts_down(layer._c, buffer, (dy, down, plan, h, row_weight, recv, g, weighted, d_h, dots,
-                                             *kernel))
+                                             *(low or NO_LOW), low_rows, *kernel))
     if down_bias is not None:
         bias = F.pad(bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
         dots += row_dots(g, bias[expert_of_row(expert_offsets(layer, plan), n)])
-    return g, d_h, weighted, dots
+    return g, d_h, weighted, dots, low_rows
 
 
-def _up(layer: EPAll2AllLayer, d_h: Tensor, gate_up: Tensor, dots: Tensor, plan: Tensor, recv: Tensor,
-        rows: Tensor, g: Tensor, weighted: Tensor, d_down: Tensor | None, out_rows: Tensor,
-        d_gate_up: Tensor | None, buffer: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Run the second half of the backward.  Returns (dx, gradient of the routing weights [T, K]).
+def backward_up(layer: EPAll2AllLayer, d_h: Tensor, gate_up: Tensor, dots: Tensor, plan: Tensor,
+                recv: Tensor, rows: Tensor, g: Tensor, weighted: Tensor, d_down: Tensor | None,
+                out_rows: Tensor, d_gate_up: Tensor | None, buffer: int, num_tokens: int,
+                low: Low | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run the second half of the backward.  Returns (dx, gradient of the routing weights [T, K], low_rows).
 
     d_down, d_gate_up: where these gradients go, or None.  out_rows: for the rows of dx; may be g, whose
     product is done before they are.
@@ -245,9 +271,10 @@ def _up(layer: EPAll2AllLayer, d_h: Tensor, gate_up: Tensor, dots: Tensor, plan:
     dx = empty((num_tokens, hidden), (hidden, 1), layer.dtype)
     d_weight = empty((num_tokens, topk), (topk, 1), torch.float32)
     d_h, gate_up, dots = aligned_all(d_h, gate_up, dots)
+    low_rows = low_rows_of(empty, len(d_h), low, 2)
     _C.layer_experts_up(layer._c, buffer, (d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down,
-                                           out_rows, dx, d_weight, d_gate_up))
-    return dx, d_weight
+                                           out_rows, dx, d_weight, d_gate_up, *(low or NO_LOW), low_rows))
+    return dx, d_weight, low_rows
 
 
 def aligned_all(*tensors: Tensor | None) -> list[Any]:
@@ -277,8 +304,8 @@ class _Experts(torch.autograd.Function):
                 down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, topk_idx: Tensor,
                 layout: EPLayout, kernel: Kernel) -> Tensor:
         parameters = gate_up, gate_up_bias, down, down_bias
-        y, rows, h, row_weight, recv = _forward(layer, x, topk_idx, weight, layout, parameters, kernel,
-                                                layer._unread_rows or -1, True)
+        y, rows, h, row_weight, recv, *_ = forward(layer, x, topk_idx, weight, layout, parameters, kernel,
+                                                   layer._unread_rows or -1, True)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
         ctx.save_for_backward(layout.plan, *parameters, rows, h, row_weight, recv)
@@ -306,8 +333,8 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
                 dy, plan, down, down_bias, h, row_weight, layer.id, ctx.buffer, *ctx.kernel)
         else:
-            g, d_h, weighted, dots = _down(layer, dy, plan, down, down_bias, h, row_weight, ctx.kernel,
-                                           ctx.buffer)
+            g, d_h, weighted, dots, _ = backward_down(layer, dy, plan, down, down_bias, h, row_weight,
+                                                      ctx.kernel, ctx.buffer)
         # Without retain_graph, free gate and up here: the gradients of the weights have hint in their memory.
         ctx.maybe_clear_saved_tensors()
         del h
@@ -332,9 +359,9 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         else:
             # A deferred wgrad may multiply g later.
             out_rows = g if deferred_down is None else torch.empty_like(g)
-            dx, d_weight = _up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
-                               None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
-                               ctx.num_tokens)
+            dx, d_weight, _ = backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
+                                          None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
+                                          ctx.num_tokens)
     if of_gate_up and gives_up:
         d_gate_up = gradient_of(deferred_up, d_h, rows, offsets)
     if of_gate_up_bias:
@@ -354,7 +381,7 @@ def _run_experts(x: Tensor, weight: Tensor, plan: Tensor, gate_up: Tensor, gate_
     layout = EPLayout(layer, plan, x.shape[0], buffer)
     try:
         kernel = activation, alpha, limit
-        return _forward(layer, x, None, weight, layout, parameters, kernel, num_rows, True)
+        return forward(layer, x, None, weight, layout, parameters, kernel, num_rows, True)[:5]
     except Exception:
         if layout.recv is not None:
             raise  # the operations have run: nobody waits for this rank
@@ -367,7 +394,8 @@ def _run_backward_down(dy: Tensor, plan: Tensor, down: Tensor, down_bias: Tensor
                        limit: float, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH, buffer, plan):
-        return _down(layer, dy, plan, down, down_bias, h, row_weight, (activation, alpha, limit), buffer)
+        kernel = activation, alpha, limit
+        return backward_down(layer, dy, plan, down, down_bias, h, row_weight, kernel, buffer)[:4]
 
 
 def _run_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Tensor, plan: Tensor, recv: Tensor,
@@ -376,8 +404,8 @@ def _run_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Tensor, plan: T
     layer = layer_of(layer_id)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         rows = layer._empty(len(d_h), layer.hidden)
-        return _up(layer, d_h, gate_up, d_row_weight, plan, recv, rows, rows, d_h, None, rows, None, buffer,
-                   num_tokens)
+        return backward_up(layer, d_h, gate_up, d_row_weight, plan, recv, rows, rows, d_h, None, rows, None,
+                           buffer, num_tokens)[:2]
 
 
 def _run_sum_of_rows(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> Tensor:

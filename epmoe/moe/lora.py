@@ -1,12 +1,12 @@
-"""LoRA on the experts of EPMoE: adapters, their products, and their exchange with peft.
+"""LoRA on the experts of EPMoE: adapters, which of them is active, and their exchange with peft.
 
 With an adapter, the weight W [N, K] of an expert acts as W + s B A, where A is [r, K], B is [N, r], and
 s = alpha / r.  The sum of weights is never made.  The rows of an expert are multiplied by W, and by A and B:
 
     h = rows @ W.T + bias + s * (dropout(rows) @ A.T) @ B.T
 
-The stages are those of EPMoE without fused kernels: dispatch, the products by grouped_gemm, combine.  W has
-no gradient.  So the backward makes no product for it, and W may have 8 or 4 bits.
+lora_products.py computes it, between the dispatch and the combine of EPMoE's stages.  W has no gradient.  So
+the backward makes no product for it, and W may have 8 or 4 bits.
 
     class            what it is
     Factors          A [L, r, K] and B [L, N, r] of a weight, for the L experts of a rank
@@ -24,19 +24,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .. import _C
 from ..a2a.base import together
 from ..comm.device import integer
 from ..errors import EpMismatch
-from ..gemm.activations import Activation, activate, is_gated
-from ..gemm.grouped import aligned, as_kernel, grouped_gemm
-from ..gemm.quantize import quantize_fp8
-from ..torch_modes import requires_grad, writing
-from .experts import expert_of_row
+from ..torch_modes import writing
+from .lora_products import SideBySide
 from .shards import is_dtensor, tensors, to_first
 from .weights import WEIGHTS
 
@@ -50,7 +45,6 @@ if TYPE_CHECKING:
 _DESCRIPTION_BYTES = 256  # of a call, padded, in an exchange
 _MOST_CHARACTERS = 64  # of the name of an adapter
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
-_COLUMNS = 16  # the kernels of 16 bits take multiples of this
 
 
 # ---- adapters ----
@@ -129,12 +123,25 @@ class State:
         mixed: The names of the adapters of which each token has its own, or ().
         trained: {name: requires_grad} of the parameters that an active adapter freezes, as they were before.
         unmerged: {name: the weight before the adapter was added to it, on the CPU}; empty if none is merged.
+        copied: The factors of `mixed`, side by side, or None: not copied yet.
     """
 
     active: str | None = None
     mixed: tuple[str, ...] = ()
     trained: dict[str, bool] = dataclasses.field(default_factory=dict)
     unmerged: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    copied: SideBySide | None = None
+
+    def adapters(self, moe: EPMoE) -> list[Adapter]:
+        """Return the adapters of `mixed`."""
+        return [adapters_of(moe)[name] for name in self.mixed]
+
+    def side_by_side(self, moe: EPMoE) -> SideBySide:
+        """Return the factors of `mixed`, copied again if a program has written to one."""
+        adapters = self.adapters(moe)
+        if self.copied is None or self.copied.versions != self.copied.versions_of(adapters):
+            self.copied = SideBySide(moe, adapters)
+        return self.copied
 
 
 def adapters_of(moe: EPMoE) -> dict[str, Adapter]:
@@ -153,7 +160,7 @@ def adapter_of_call(moe: EPMoE) -> Adapter | None:
 
 def mixture_of_call(moe: EPMoE) -> list[Adapter]:
     """Return the adapters of which each token has its own, or []."""
-    return [] if moe._lora is None else [adapters_of(moe)[name] for name in moe._lora.mixed]
+    return [] if moe._lora is None else moe._lora.adapters(moe)
 
 
 def adapters_of_call(moe: EPMoE) -> list[Adapter]:
@@ -173,220 +180,6 @@ def check_unmerged(moe: EPMoE, what: str) -> None:
     if moe._lora is not None and moe._lora.unmerged:
         raise RuntimeError(f"{what}: the weights of this EPMoE hold the adapter {moe._lora.active!r} now: "
                            f"call unmerge_adapter() first")
-
-
-# ---- products ----
-
-
-def multiply(moe: EPMoE, adapter: Adapter, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Return the outputs [M, H] of this rank's experts with an adapter, for rows [M, H] grouped by expert.
-
-    rows: of the layer's dtype.
-    """
-    with torch.autocast(rows.device.type, enabled=False):  # the dtypes are chosen already
-        h = _linear(moe, adapter, "gate_up_proj", rows, offsets)
-        if h.dtype == torch.float32:
-            return _linear(moe, adapter, "down_proj", activate(h, moe.activation), offsets)
-        a = _Activation.apply(h, moe.activation, offsets)
-        return _linear(moe, adapter, "down_proj", a, offsets)
-
-
-def _held(moe: EPMoE, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return a weight as the parameters hold it: its numbers, scales and zeros."""
-    of_four, numbers = moe._format.scales(moe), getattr(moe, name).detach()
-    if of_four is None:
-        return numbers, moe._scale_of(name), None
-    first = 2 * WEIGHTS.index(name)
-    return numbers, of_four[first], of_four[first + 1]
-
-
-def _base(moe: EPMoE, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Return rows @ W.T + bias, of which only the rows have a gradient."""
-    bias, weight = getattr(moe, name + "_bias"), _held(moe, name)
-    bias = None if bias is None else bias.detach()
-    if rows.dtype == torch.float32:  # grouped_gemm has derivatives of any order
-        return grouped_gemm(rows, weight[0], offsets=offsets, bias=bias)
-    return _Frozen.apply(rows, offsets, moe, name, bias, *weight)
-
-
-def _padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A [L, r, K] and B [L, N, r] with more zeros, so that the kernels take r."""
-    more = 0 if a.dtype == torch.float32 else -a.shape[1] % _COLUMNS
-    return (F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))) if more else (a, b)  # zeros change no sum
-
-
-def _linear(moe: EPMoE, adapter: Adapter, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Return rows @ W.T + bias + s * (dropout(rows) @ A.T) @ B.T."""
-    base, factors = _base(moe, name, rows, offsets), adapter.factors(name)
-    if factors is None:
-        return base
-    a, b = _padded(moe._scaled("", factors.lora_A), moe._scaled("", factors.lora_B))
-    x = F.dropout(rows, adapter.dropout, adapter.training) if adapter.dropout else rows
-    delta = grouped_gemm(grouped_gemm(x.to(a.dtype), a, offsets=offsets), b, offsets=offsets)
-    if base.dtype == torch.float32:
-        return torch.add(base, delta, alpha=adapter.scaling)
-    # Not torch.add with an alpha: on a CPU its bits depend on the place of a number.
-    return (base.float() + delta.float() * adapter.scaling).to(base.dtype)
-
-
-# ---- a mixture: each token has its own adapter ----
-
-
-def check_numbers(layer: EPAll2AllLayer, names: tuple[str, ...], numbers: Any, x: Tensor,
-                  topk_weights: Tensor) -> Tensor:
-    """Return the number of each token's adapter [T, K], as routing weights are.
-
-    numbers: as for EPMoE.forward.  x: as there.  topk_weights: [T, K].
-    """
-    if not names:
-        raise ValueError("adapters: this EPMoE has no list of adapters: call set_adapter([..]) first")
-    if not isinstance(numbers, Tensor):
-        raise TypeError(f"adapters: wanted a tensor, because set_adapter was called with the list "
-                        f"{list(names)}, got {type(numbers).__name__}")
-    if numbers.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"adapters: wanted int32 or int64, got {numbers.dtype}")
-    if numbers.shape != x.shape[:-1] or numbers.device != x.device:
-        raise ValueError(f"adapters: wanted shape {list(x.shape[:-1])} on {x.device}, a number for each "
-                         f"token, got {list(numbers.shape)} on {numbers.device}")
-    if layer.nodes is not None:
-        raise ValueError("adapters: not over several nodes: use set_adapter with one name")
-    if requires_grad(x, topk_weights):
-        raise RuntimeError("adapters: a mixture of adapters has no gradients: call it under torch.no_grad(), "
-                           "or train with set_adapter and one name")
-    return numbers.reshape(-1, 1).expand(-1, topk_weights.shape[1]).to(torch.float32).contiguous()
-
-
-@torch.no_grad()  # also where a program has let all parameters require gradients
-def run_mixed(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
-              numbers: Tensor) -> tuple[Tensor, Layout]:
-    """Apply the experts, each token with its own adapter.  Returns (y, layout).
-
-    numbers: of check_numbers.  They travel as routing weights do, in a second dispatch with the same plan.
-    """
-    rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
-    _, received, _ = layer.dispatch(x, weight=numbers, layout=layout)
-    assert received is not None  # numbers is a tensor
-    try:
-        with torch.autocast(rows.device.type, enabled=False):
-            mixture = _Mixture(moe, layout.expert_offsets, received)
-            h = mixture.linear("gate_up_proj", rows)
-            a = activate(h, moe.activation) if h.dtype == torch.float32 else _Activation.apply(
-                h, moe.activation, layout.expert_offsets)
-            y = mixture.linear("down_proj", a)
-    except Exception as error:
-        layer._propagate(_C.OP_COMBINE, error, layout.buffer)
-    return layer.combine(y, layout, row_weight), layout
-
-
-class _Mixture:
-    """The rows of a call, in the order of (expert, adapter): a grouped GEMM has a group for each pair."""
-
-    def __init__(self, moe: EPMoE, offsets: Tensor, numbers: Tensor) -> None:
-        self.moe, self.offsets, self.adapters = moe, offsets, mixture_of_call(moe)
-        num, num_local = len(self.adapters), len(offsets) - 1
-        expert = expert_of_row(offsets, len(numbers))
-        self.has = ((expert < num_local) & (numbers >= 0) & (numbers < num))[:, None]
-        self.number = torch.where(self.has[:, 0], numbers, 0).to(torch.int64)
-        group = torch.where(self.has[:, 0], expert * num + self.number, num_local * num)
-        group, self.order = torch.sort(group, stable=True)
-        bounds = torch.arange(num_local * num + 1, device=group.device)
-        self.groups = torch.searchsorted(group, bounds).to(torch.int32)
-
-    def linear(self, name: str, rows: Tensor) -> Tensor:
-        """Return rows @ W.T + bias + s * (rows @ A.T) @ B.T, with A, B and s of each row."""
-        base = _base(self.moe, name, rows, self.offsets)
-        factors = [adapter.factors(name) for adapter in self.adapters]
-        if not any(factors):
-            return base
-        _, n, k = self.moe._shapes[name]
-        dtype, num_local = next(self.adapters[0].parameters()).dtype, len(self.offsets) - 1
-        r = max(adapter.r for adapter in self.adapters)
-        r += 0 if dtype == torch.float32 else -r % _COLUMNS
-        all_a = torch.zeros(num_local, len(factors), r, k, dtype=dtype, device=rows.device)
-        all_b = torch.zeros(num_local, len(factors), n, r, dtype=dtype, device=rows.device)
-        for i, f in enumerate(factors):
-            if f is not None:
-                all_a[:, i, :f.lora_A.shape[1]] = f.lora_A
-                all_b[:, i, :, :f.lora_B.shape[2]] = f.lora_B
-        t = grouped_gemm(rows[self.order].to(dtype), all_a.flatten(0, 1), offsets=self.groups)
-        t = grouped_gemm(t, all_b.flatten(0, 1), offsets=self.groups)
-        delta = torch.empty_like(t)
-        delta[self.order] = t
-        scaling = torch.tensor([a.scaling for a in self.adapters], dtype=torch.float32, device=rows.device)
-        y = (base.float() + delta.float() * scaling[self.number, None]).to(base.dtype)
-        return torch.where(self.has, y, base)  # other rows of delta are undefined
-
-
-class _Frozen(torch.autograd.Function):
-    """The product of rows and a weight without a gradient.
-
-    The bias is added before the result is rounded, with and without a gradient of the rows.  The backward
-    multiplies by the weights in the layer's dtype.  Weights of 8 and 4 bits are dequantised for it, of all
-    experts of the rank at once: grouped_gemm has no product with the transposed weights of these formats.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, offsets: Tensor, moe: EPMoE, name: str, bias: Tensor | None,
-                *weight: Tensor | None) -> Tensor:
-        ctx.moe, ctx.name = moe, name
-        ctx.save_for_backward(offsets, *weight)  # torch then notices a change in place
-        numbers, scale, zero = weight
-        assert numbers is not None
-        if moe.is_fp8:
-            q, row_scale = quantize_fp8(rows, num_rows=offsets[-1:])
-            return cast(Tensor, grouped_gemm(q, numbers, offsets=offsets, bias=bias, a_scale=row_scale,
-                                             b_scale=scale, out_dtype=rows.dtype))
-        return cast(Tensor, grouped_gemm(rows, numbers, offsets=offsets, bias=bias, b_scale=scale,
-                                         b_zero=zero))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        offsets, numbers, *_ = ctx.saved_tensors
-        is_plain = ctx.moe._format.has_gradients
-        weight = numbers if is_plain else ctx.moe._format.dequantized(ctx.moe, ctx.name)
-        return grouped_gemm(g, weight.transpose(1, 2), offsets=offsets), *[None] * 7
-
-
-class _Activation(torch.autograd.Function):
-    """The activation of h in 16 bits, computed in float32 and rounded once.
-
-    Only h is kept for the backward, which computes the activation again.  The kernel of the gradient also
-    makes the activation itself.  torch's functions on a CPU give a number other bits at another place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, activation: Activation, offsets: Tensor) -> Tensor:
-        ctx.activation = activation
-        ctx.save_for_backward(h, offsets)
-        if not _has_activation_kernel(h, activation):
-            return activate(h.float(), activation).to(h.dtype)
-        d = h.new_zeros(len(h), h.shape[1] // (1 + is_gated(activation)))
-        return _gradient_and_activation(h, d, activation, offsets)[1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        h, offsets = ctx.saved_tensors
-        if _has_activation_kernel(h, ctx.activation):
-            return _gradient_and_activation(h, g.contiguous(), ctx.activation, offsets)[0], None, None
-        with torch.enable_grad():
-            wide = h.detach().float().requires_grad_()
-            a = activate(wide, ctx.activation)
-        return torch.autograd.grad(a, wide, g.float())[0].to(h.dtype), None, None
-
-
-def _has_activation_kernel(h: Tensor, activation: Activation) -> bool:
-    columns = h.shape[1] // (1 + is_gated(activation))
-    return h.device.type == "cpu" or h.device.type == "cuda" and bool(_C.HAS_CUDA) and columns % 8 == 0
-
-
-def _gradient_and_activation(h: Tensor, d: Tensor, activation: Activation,
-                             offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradient of h where that of activation(h) is d, and activation(h)."""
-    d_h, a, dots = torch.empty_like(h), torch.empty_like(d), h.new_empty(len(h), dtype=torch.float32)
-    _C.activation(*as_kernel(activation), aligned(h), aligned(d), aligned(offsets), None, d_h, a, dots)
-    return d_h, a
 
 
 # ---- calls of all ranks ----
@@ -502,7 +295,7 @@ def _activate(moe: EPMoE, name: str | None, mixed: tuple[str, ...] = ()) -> None
             p.requires_grad_(True)
     if not freezes:
         state.trained = {}
-    state.active, state.mixed = name, mixed
+    state.active, state.mixed, state.copied = name, mixed, None
     for other, adapter in adapters_of(moe).items():
         adapter.requires_grad_(other == name)
 

@@ -26,7 +26,7 @@ from ..gemm.quantize import quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
 from . import checkpoint, chunks, decode as decoding, experts as experts_ops, formats, fp8, fp8_training
-from . import guards, lora, numerics, placement, shards
+from . import guards, lora, lora_products, numerics, placement, shards
 from .experts import Weights
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
@@ -668,7 +668,7 @@ class EPMoE(nn.Module):
                 if decode:
                     raise ValueError("decode=True, but a mixture of adapters has no decode path: leave "
                                      "decode out")
-                numbers = lora.check_numbers(layer, mixed, adapters, x, topk_weights)
+                numbers = lora_products.check_numbers(layer, mixed, adapters, x, topk_weights)
             if decode is not None:
                 decoding.check_path(path, decode, tokens, topk_weights, *self.parameters())
             if self._weight_gradients is not None:
@@ -691,7 +691,8 @@ class EPMoE(nn.Module):
             self._propagate(error, path)
         layout: Layout | None
         if mixed:
-            y, layout = lora.run_mixed(self, layer, tokens, topk_idx, topk_weights, numbers)
+            y, layout = lora_products.run_mixed(self, cast(lora.State, self._lora), layer, tokens, topk_idx,
+                                                topk_weights, numbers)
         elif layer.nodes is not None:
             over_nodes = cast("InternodeLayer", layer)
             y, layout = over_nodes._apply(self, tokens, topk_idx, topk_weights)  # calls _compute for its node
@@ -737,8 +738,10 @@ class EPMoE(nn.Module):
     def _runs_at_once(self, layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_weights: Tensor,
                       weights: Weights, watched: bool) -> bool:
         """Whether a call is one call of the module, or its operators: see experts.takes."""
-        return (not self.computes_fp8 and (self._lora is None or not lora.is_active(self))
-                and experts_ops.takes(layer, x, topk_weights, weights, watched))
+        if self._lora is not None and lora.is_active(self):
+            adapter = lora.adapter_of_call(self)
+            return adapter is not None and lora_products.takes(self, adapter, layer, weights, watched)
+        return not self.computes_fp8 and experts_ops.takes(layer, x, topk_weights, weights, watched)
 
     def _compute(self, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Any,
                  weights: Any = None) -> tuple[Tensor, Any]:
@@ -760,11 +763,12 @@ class EPMoE(nn.Module):
         """Apply the experts, on the way that suits the call.  Returns (y, layout).
 
         1. at_once: all stages in one call of the module, or its operators; rows of 16 bits (experts.py).
+           With an adapter, too, where lora_products.takes says so.
         2. With compute_dtype in FP8: fp8_training.py.
         3. Another EpAll2AllFusedOp: dispatch with gate and up, then down with combine.  The layer fuses each
            pair if it has a kernel for it.
-        4. A LowLatencyAll2All or an EPAll2AllLayer, weights of 4 bits, or an adapter (lora.py): dispatch, the
-           products, combine.
+        4. A LowLatencyAll2All or an EPAll2AllLayer, weights of 4 bits, or an adapter (lora_products.py):
+           dispatch, the products, combine.
         """
         try:
             scales = self._format.scales(self)
@@ -772,10 +776,13 @@ class EPMoE(nn.Module):
             first = _C.OP_LL_DISPATCH if isinstance(layer, LowLatencyAll2All) else _C.OP_PLAN
             layer._propagate(first, error, 0)
         if at_once:
+            adapter = lora.adapter_of_call(self)
+            of_call = None if adapter is None else lora_products.LoraOfCall(self, adapter)
             if isinstance(layer, LowLatencyAll2All):
-                return decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation, scales), None
+                return decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation, scales,
+                                    of_call), None
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched,
-                                   scales)
+                                   scales, of_call)
         if self.computes_fp8:
             return fp8_training.run(self, cast("EPAll2AllLayer", layer), x, topk_idx, topk_weights, weights)
         gate_up, gate_up_bias, down, down_bias = weights
@@ -824,7 +831,7 @@ class EPMoE(nn.Module):
         row_scale: [M, H / 128] of rows in FP8, else None.
         """
         if (adapter := lora.adapter_of_call(self)) is not None:
-            return lora.multiply(self, adapter, rows, offsets)
+            return lora_products.multiply(self, adapter, rows, offsets)
         dtype = self.layer.dtype if self.is_fp8 else None
         up_scale, up_zero, down_scale, down_zero = self._format.scales(self) or (
             self._scale_of("gate_up_proj"), None, self._scale_of("down_proj"), None)

@@ -1,0 +1,461 @@
+"""The products of LoRA: those of an active adapter, and of a mixture where each token has its own.
+
+    layer in 16 bits, the adapter in the same dtype   LoraOfCall: the calls of experts.py, in which one kernel
+                                                      multiplies by W and adds u @ B.T before anything is
+                                                      rounded, where u = s * (rows @ A.T)
+    otherwise                                         _linear: three products, each rounded, and a sum
+
+The second is the road of float32, which has derivatives of any order, of weights in FP8 and 4 bits, of
+adapters in another dtype, of dropout, in which W and A multiply different rows, and of several nodes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import _C
+from ..a2a.ops import expert_offsets, saved_tensors
+from ..comm.error_propagation import reporting
+from ..gemm import low_rank
+from ..gemm.activations import Activation, activate, is_gated
+from ..gemm.grouped import FORWARD, WGRAD, Kernel, aligned, as_kernel, grouped_gemm
+from ..gemm.quantize import quantize_fp8
+from ..torch_modes import call, check_mode, is_transformed, requires_grad
+from . import experts as experts_ops
+from .experts import Low, Weights, bias_of, expert_of_row, is_one_call
+from .weights import WEIGHTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..a2a.layer import EPAll2AllLayer
+    from ..a2a.layout import EPLayout, Layout
+    from ..a2a.low_latency import LowLatencyAll2All
+    from .lora import Adapter, State
+    from .module import EPMoE
+
+_COLUMNS = 16  # the kernels of 16 bits take multiples of this
+_FEW_COLUMNS = 256  # r of all adapters of a mixture together, up to which one product has them all
+
+
+# ---- an active adapter, in the calls of experts.py ----
+
+
+class LoraOfCall:
+    """An adapter as a call of experts.py takes it.
+
+    Attributes:
+        factors: A [L, R, H] and B [L, N, R] of gate and up, A [L, R, I] and B [L, H, R] of down, padded; None
+            and None for a weight that the adapter leaves alone.
+        scaling: s.
+    """
+
+    def __init__(self, moe: EPMoE, adapter: Adapter) -> None:
+        self.factors = tuple(t for name in WEIGHTS for t in _factors(moe, adapter, name))
+        self.scaling = adapter.scaling
+
+    def low(self) -> tuple[Low | None, Low | None]:
+        """Return what the forward adds beside gate and up, and beside down."""
+        return _low_of(self.factors, self.scaling)
+
+    def apply(self, x: Tensor, weight: Tensor, parameters: Weights, layer: EPAll2AllLayer, topk_idx: Tensor,
+              layout: EPLayout, kernel: Kernel) -> Tensor:
+        """Run a forward whose backward has the gradients of x, weight and the factors."""
+        frozen = [None if p is None else p.detach() for p in parameters]
+        return cast(Tensor, _Experts.apply(x, weight, *self.factors, self.scaling, frozen, layer, topk_idx,
+                                           layout, kernel))
+
+
+def takes(moe: EPMoE, adapter: Adapter, layer: EPAll2AllLayer | LowLatencyAll2All, weights: Weights,
+          watched: bool) -> bool:
+    """Whether a call with an adapter is one of experts.py.  Where something watches, it sees the products."""
+    return (not watched and not is_transformed() and is_one_call(layer, weights)
+            and _adds_at_once(moe, weights[0], [adapter]) and not (adapter.dropout and adapter.training))
+
+
+def _adds_at_once(moe: EPMoE, like: Tensor, adapters: Sequence[Adapter]) -> bool:
+    """Whether the products with the weights also add those of adapters.  like: of the layer's dtype."""
+    return (like.dtype != torch.float32 and moe._format.has_gradients
+            and all(p.dtype == like.dtype for adapter in adapters for p in adapter.parameters())
+            and all(getattr(moe, name).is_contiguous() for name in WEIGHTS)
+            and _has_activation_kernel(like, moe._shapes["down_proj"][2]))
+
+
+def _factors(moe: EPMoE, adapter: Adapter, name: str) -> tuple[Tensor | None, Tensor | None]:
+    """Return A [L, r, K] and B [L, N, r] of a weight, padded, or (None, None)."""
+    factors = adapter.factors(name)
+    if factors is None:
+        return None, None
+    return _padded(moe._scaled("", factors.lora_A), moe._scaled("", factors.lora_B))
+
+
+def _low_of(factors: Sequence[Tensor | None], scaling: float, backward: bool = False) -> tuple[
+        Low | None, Low | None]:
+    """Return (low_in, low_out) beside gate and up, and beside down.
+
+    Forward it is (s A, B), backward (s B, A).
+    """
+    def pair(a: Tensor | None, b: Tensor | None) -> Low | None:
+        if a is None or b is None:
+            return None
+        first, second = (b.detach(), a.detach()) if backward else (a.detach(), b.detach())
+        return first if scaling == 1 else first * scaling, second
+
+    return pair(*factors[:2]), pair(*factors[2:])
+
+
+class _Experts(torch.autograd.Function):
+    """The experts with an adapter, in 16 bits, from tokens to tokens.
+
+    With the weights W of gate and up and V of down, the factors A and B of W, and C and D of V:
+        u = rows @ (s A).T;  a = act(h) of h = rows @ W.T + u @ B.T + bias
+        v = a @ (s C).T;     the rows to combine are a @ V.T + v @ D.T + bias
+    Backward, where g has dy of each row, and w is the weight of a row:
+        q = g @ (s D);    d_a = g @ V + q @ C;        dD = g.T @ (w v);  dC = q.T @ (w a)
+        p = d_h @ (s B);  the rows of dx: d_h @ W + p @ A;  dB = d_h.T @ u;  dA = p.T @ rows
+    where the kernel of the activation's gradient makes d_h, which has w in it, and w a.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a_up: Tensor | None, b_up: Tensor | None,
+                a_down: Tensor | None, b_down: Tensor | None, scaling: float, parameters: Weights,
+                layer: EPAll2AllLayer, topk_idx: Tensor, layout: EPLayout, kernel: Kernel) -> Tensor:
+        factors = a_up, b_up, a_down, b_down
+        y, rows, h, row_weight, recv, u, v = experts_ops.forward(
+            layer, x, topk_idx, weight, layout, parameters, kernel, layer._unread_rows or -1, True,
+            low=_low_of(factors, scaling))
+        ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
+        ctx.scaling, (gate_up, _, down, down_bias) = scaling, parameters
+        ctx.save_for_backward(layout.plan, gate_up, down, down_bias, rows, h, row_weight, recv, u, v,
+                              *factors)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        layer, needed = ctx.layer, ctx.needs_input_grad[:6]
+        plan, gate_up, down, down_bias, rows, h, row_weight, recv, u, v, *factors = saved_tensors(
+            ctx, layer, _C.OP_DISPATCH, dy)
+        d_a_down = d_b_down = None
+        with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
+            check_mode(dy, gate_up, down, *factors)
+            if torch.is_grad_enabled():
+                raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
+                                          f"{layer.dtype}: use dtype=torch.float32")
+            up, below = _low_of(factors, ctx.scaling, backward=True)
+            g, d_h, weighted, dots, q = experts_ops.backward_down(
+                layer, dy.contiguous(), plan, down, down_bias, h, row_weight, ctx.kernel, ctx.buffer, below)
+            ctx.maybe_clear_saved_tensors()
+            del h
+            offsets = expert_offsets(layer, plan)
+            if q is not None:
+                d_a_down = _product(WGRAD, q, weighted, offsets) if needed[4] else None
+                weighted_v = (v * row_weight[:, None]).to(v.dtype)
+                d_b_down = _product(WGRAD, g, weighted_v, offsets) if needed[5] else None
+            # Also where this rank wants no gradient of x: the other ranks wait for its rows.
+            dx, d_weight, p = experts_ops.backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g,
+                                                      weighted, None, g, None, ctx.buffer, ctx.num_tokens, up)
+        d_a_up = _product(WGRAD, p, rows, offsets) if p is not None and needed[2] else None
+        d_b_up = _product(WGRAD, d_h, u, offsets) if p is not None and needed[3] else None
+        return (dx if needed[0] else None, d_weight if needed[1] else None, d_a_up, d_b_up, d_a_down,
+                d_b_down, *[None] * 6)
+
+
+def _product(kind: int, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return cast(Tensor, call("grouped_gemm", (a, b, offsets, None, None, None, None), kind, 0, False, None))
+
+
+# ---- an active adapter, one product after the other ----
+
+
+def multiply(moe: EPMoE, adapter: Adapter, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Return the outputs [M, H] of this rank's experts with an adapter, for rows [M, H] grouped by expert.
+
+    rows: of the layer's dtype.
+    """
+    with torch.autocast(rows.device.type, enabled=False):  # the dtypes are chosen already
+        h = _linear(moe, adapter, "gate_up_proj", rows, offsets)
+        if h.dtype == torch.float32:
+            return _linear(moe, adapter, "down_proj", activate(h, moe.activation), offsets)
+        a = _Activation.apply(h, moe.activation, offsets)
+        return _linear(moe, adapter, "down_proj", a, offsets)
+
+
+def _held(moe: EPMoE, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return a weight as the parameters hold it: its numbers, scales and zeros."""
+    of_four, numbers = moe._format.scales(moe), getattr(moe, name).detach()
+    if of_four is None:
+        return numbers, moe._scale_of(name), None
+    first = 2 * WEIGHTS.index(name)
+    return numbers, of_four[first], of_four[first + 1]
+
+
+def _base(moe: EPMoE, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Return rows @ W.T + bias, of which only the rows have a gradient."""
+    bias, weight = getattr(moe, name + "_bias"), _held(moe, name)
+    bias = None if bias is None else bias.detach()
+    if rows.dtype == torch.float32:  # grouped_gemm has derivatives of any order
+        return grouped_gemm(rows, weight[0], offsets=offsets, bias=bias)
+    return _Frozen.apply(rows, offsets, moe, name, bias, *weight)
+
+
+def padded_rank(r: int) -> int:
+    """Return the rank of factors in 16 bits, so that the kernels take them."""
+    return r + -r % _COLUMNS
+
+
+def _padded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return A [L, r, K] and B [L, N, r] with more zeros, so that the kernels take r."""
+    more = 0 if a.dtype == torch.float32 else padded_rank(a.shape[1]) - a.shape[1]
+    return (F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))) if more else (a, b)  # zeros change no sum
+
+
+def _linear(moe: EPMoE, adapter: Adapter, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Return rows @ W.T + bias + s * (dropout(rows) @ A.T) @ B.T."""
+    base, factors = _base(moe, name, rows, offsets), adapter.factors(name)
+    if factors is None:
+        return base
+    a, b = _padded(moe._scaled("", factors.lora_A), moe._scaled("", factors.lora_B))
+    x = F.dropout(rows, adapter.dropout, adapter.training) if adapter.dropout else rows
+    delta = grouped_gemm(grouped_gemm(x.to(a.dtype), a, offsets=offsets), b, offsets=offsets)
+    if base.dtype == torch.float32:
+        return torch.add(base, delta, alpha=adapter.scaling)
+    # Not torch.add with an alpha: on a CPU its bits depend on the place of a number.
+    return (base.float() + delta.float() * adapter.scaling).to(base.dtype)
+
+
+# ---- a mixture: each token has its own adapter ----
+
+
+def check_numbers(layer: EPAll2AllLayer, names: tuple[str, ...], numbers: Any, x: Tensor,
+                  topk_weights: Tensor) -> Tensor:
+    """Return the number of each token's adapter [T, K], as routing weights are.
+
+    numbers: as for EPMoE.forward.  x: as there.  topk_weights: [T, K].
+    """
+    if not names:
+        raise ValueError("adapters: this EPMoE has no list of adapters: call set_adapter([..]) first")
+    if not isinstance(numbers, Tensor):
+        raise TypeError(f"adapters: wanted a tensor, because set_adapter was called with the list "
+                        f"{list(names)}, got {type(numbers).__name__}")
+    if numbers.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"adapters: wanted int32 or int64, got {numbers.dtype}")
+    if numbers.shape != x.shape[:-1] or numbers.device != x.device:
+        raise ValueError(f"adapters: wanted shape {list(x.shape[:-1])} on {x.device}, a number for each "
+                         f"token, got {list(numbers.shape)} on {numbers.device}")
+    if layer.nodes is not None:
+        raise ValueError("adapters: not over several nodes: use set_adapter with one name")
+    if requires_grad(x, topk_weights):
+        raise RuntimeError("adapters: a mixture of adapters has no gradients: call it under torch.no_grad(), "
+                           "or train with set_adapter and one name")
+    return numbers.reshape(-1, 1).expand(-1, topk_weights.shape[1]).to(torch.float32).contiguous()
+
+
+@torch.no_grad()  # also where a program has let all parameters require gradients
+def run_mixed(moe: EPMoE, state: State, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor,
+              topk_weights: Tensor, numbers: Tensor) -> tuple[Tensor, Layout]:
+    """Apply the experts, each token with its own adapter of a list.  Returns (y, layout).
+
+    numbers: of check_numbers.  Among several ranks they travel as routing weights do, in a second dispatch
+    with the same plan.  One rank has all tokens, and its plan says which row is whose.
+    """
+    rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
+    if layer.world_size == 1:
+        row = layout.token_dst_scatter_idx.flatten().to(torch.int64)
+        row = torch.where(row < 0, len(rows), row)  # of a dropped choice: one more row
+        received = numbers.new_full((len(rows) + 1,), -1).scatter_(0, row, numbers.flatten())[:-1]
+    else:
+        of_rows = layer.dispatch(x, weight=numbers, layout=layout)[1]
+        assert of_rows is not None  # numbers is a tensor
+        received = of_rows
+    try:
+        with torch.autocast(rows.device.type, enabled=False):
+            y = _multiply_mixed(moe, state, rows, layout.expert_offsets, received)
+    except Exception as error:
+        layer._propagate(_C.OP_COMBINE, error, layout.buffer)
+    return layer.combine(y, layout, row_weight), layout
+
+
+def _multiply_mixed(moe: EPMoE, state: State, rows: Tensor, offsets: Tensor, numbers: Tensor) -> Tensor:
+    """Return the outputs [M, H] for rows [M, H].  numbers: [M], that of each row's adapter."""
+    adapters = state.adapters(moe)
+    if _adds_at_once(moe, rows, adapters) and sum(padded_rank(a.r) for a in adapters) <= _FEW_COLUMNS:
+        return _multiply_side_by_side(moe, state.side_by_side(moe), rows, offsets, numbers)
+    mixture = _Groups(moe, adapters, offsets, numbers)
+    h = mixture.linear("gate_up_proj", rows)
+    a = activate(h, moe.activation) if h.dtype == torch.float32 else _Activation.apply(h, moe.activation,
+                                                                                       offsets)
+    return mixture.linear("down_proj", a)
+
+
+class SideBySide:
+    """The factors of several adapters as those of one, whose rank is the sum of theirs.
+
+    Attributes:
+        factors: {weight: (s A [L, R, K], B [L, N, R])} of those that an adapter changes.
+        number: [R]: to which adapter a column of the products with A belongs.
+        versions: of the parameters from which it was copied.
+    """
+
+    def __init__(self, moe: EPMoE, adapters: Sequence[Adapter]) -> None:
+        self.versions = self.versions_of(adapters)
+        self.factors = dict[str, low_rank.Factors]()
+        device = moe.layer.device
+        ranks = torch.tensor([padded_rank(a.r) for a in adapters])
+        self.number = torch.arange(len(adapters)).repeat_interleave(ranks).to(device)
+        for name in WEIGHTS:
+            pairs = [adapter.factors(name) for adapter in adapters]
+            if not any(pairs):
+                continue
+            num, n, k = moe._shapes[name]
+            like = next(adapters[0].parameters())
+            a = like.new_zeros(num, len(self.number), k)
+            b = like.new_zeros(num, n, len(self.number))
+            at = 0
+            for adapter, pair in zip(adapters, pairs):
+                if pair is not None:
+                    a[:, at:at + adapter.r] = pair.lora_A * adapter.scaling
+                    b[:, :, at:at + adapter.r] = pair.lora_B
+                at += padded_rank(adapter.r)
+            self.factors[name] = a, b
+
+    @staticmethod
+    def versions_of(adapters: Sequence[Adapter]) -> list[tuple[int, int]]:
+        """Return what changes when a program writes to a parameter, or gives it other memory."""
+        return [(p.data_ptr(), p._version) for adapter in adapters for p in adapter.parameters()]
+
+
+def _multiply_side_by_side(moe: EPMoE, both: SideBySide, rows: Tensor, offsets: Tensor,
+                           numbers: Tensor) -> Tensor:
+    own = numbers[:, None] == both.number  # of NaN too, which a row of no expert can have
+
+    def linear(name: str, x: Tensor, activation: Activation | None) -> Tensor:
+        low = None
+        if name in both.factors:
+            a, b = both.factors[name]
+            low = torch.where(own, _product(FORWARD, x, a, offsets), 0), b
+        return low_rank.multiply(x, getattr(moe, name).detach(), offsets, low, kernel=as_kernel(activation),
+                                 bias=bias_of(moe.layer, getattr(moe, name + "_bias")))[0]
+
+    return linear("down_proj", linear("gate_up_proj", rows.contiguous(), moe.activation), None)
+
+
+class _Groups:
+    """The rows of a call, in the order of (expert, adapter): a grouped GEMM has a group for each pair."""
+
+    def __init__(self, moe: EPMoE, adapters: Sequence[Adapter], offsets: Tensor, numbers: Tensor) -> None:
+        self.moe, self.offsets, self.adapters = moe, offsets, adapters
+        num, num_local = len(self.adapters), len(offsets) - 1
+        expert = expert_of_row(offsets, len(numbers))
+        self.has = ((expert < num_local) & (numbers >= 0) & (numbers < num))[:, None]
+        self.number = torch.where(self.has[:, 0], numbers, 0).to(torch.int64)
+        group = torch.where(self.has[:, 0], expert * num + self.number, num_local * num)
+        group, self.order = torch.sort(group, stable=True)
+        bounds = torch.arange(num_local * num + 1, device=group.device)
+        self.groups = torch.searchsorted(group, bounds).to(torch.int32)
+
+    def linear(self, name: str, rows: Tensor) -> Tensor:
+        """Return rows @ W.T + bias + s * (rows @ A.T) @ B.T, with A, B and s of each row."""
+        base = _base(self.moe, name, rows, self.offsets)
+        factors = [adapter.factors(name) for adapter in self.adapters]
+        if not any(factors):
+            return base
+        _, n, k = self.moe._shapes[name]
+        dtype, num_local = next(self.adapters[0].parameters()).dtype, len(self.offsets) - 1
+        r = max(adapter.r for adapter in self.adapters)
+        r = r if dtype == torch.float32 else padded_rank(r)
+        all_a = torch.zeros(num_local, len(factors), r, k, dtype=dtype, device=rows.device)
+        all_b = torch.zeros(num_local, len(factors), n, r, dtype=dtype, device=rows.device)
+        for i, f in enumerate(factors):
+            if f is not None:
+                all_a[:, i, :f.lora_A.shape[1]] = f.lora_A
+                all_b[:, i, :, :f.lora_B.shape[2]] = f.lora_B
+        t = grouped_gemm(rows[self.order].to(dtype), all_a.flatten(0, 1), offsets=self.groups)
+        t = grouped_gemm(t, all_b.flatten(0, 1), offsets=self.groups)
+        delta = torch.empty_like(t)
+        delta[self.order] = t
+        scaling = torch.tensor([a.scaling for a in self.adapters], dtype=torch.float32, device=rows.device)
+        y = (base.float() + delta.float() * scaling[self.number, None]).to(base.dtype)
+        return torch.where(self.has, y, base)  # other rows of delta are undefined
+
+
+class _Frozen(torch.autograd.Function):
+    """The product of rows and a weight without a gradient.
+
+    The bias is added before the result is rounded, with and without a gradient of the rows.  The backward
+    multiplies by the weights in the layer's dtype.  Weights of 8 and 4 bits are dequantised for it, of all
+    experts of the rank at once: grouped_gemm has no product with the transposed weights of these formats.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, offsets: Tensor, moe: EPMoE, name: str, bias: Tensor | None,
+                *weight: Tensor | None) -> Tensor:
+        ctx.moe, ctx.name = moe, name
+        ctx.save_for_backward(offsets, *weight)  # torch then notices a change in place
+        numbers, scale, zero = weight
+        assert numbers is not None
+        if moe.is_fp8:
+            q, row_scale = quantize_fp8(rows, num_rows=offsets[-1:])
+            return cast(Tensor, grouped_gemm(q, numbers, offsets=offsets, bias=bias, a_scale=row_scale,
+                                             b_scale=scale, out_dtype=rows.dtype))
+        return cast(Tensor, grouped_gemm(rows, numbers, offsets=offsets, bias=bias, b_scale=scale,
+                                         b_zero=zero))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, numbers, *_ = ctx.saved_tensors
+        is_plain = ctx.moe._format.has_gradients
+        weight = numbers if is_plain else ctx.moe._format.dequantized(ctx.moe, ctx.name)
+        return grouped_gemm(g, weight.transpose(1, 2), offsets=offsets), *[None] * 7
+
+
+class _Activation(torch.autograd.Function):
+    """The activation of h in 16 bits, computed in float32 and rounded once.
+
+    Only h is kept for the backward, which computes the activation again.  The kernel of the gradient also
+    makes the activation itself.  torch's functions on a CPU give a number other bits at another place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, activation: Activation, offsets: Tensor) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(h, offsets)
+        if not _has_activation_kernel(h, _columns(h, activation)):
+            return activate(h.float(), activation).to(h.dtype)
+        d = h.new_zeros(len(h), _columns(h, activation))
+        return _gradient_and_activation(h, d, activation, offsets)[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        h, offsets = ctx.saved_tensors
+        if _has_activation_kernel(h, _columns(h, ctx.activation)):
+            return _gradient_and_activation(h, g.contiguous(), ctx.activation, offsets)[0], None, None
+        with torch.enable_grad():
+            wide = h.detach().float().requires_grad_()
+            a = activate(wide, ctx.activation)
+        return torch.autograd.grad(a, wide, g.float())[0].to(h.dtype), None, None
+
+
+def _columns(h: Tensor, activation: Activation) -> int:
+    return h.shape[1] // (1 + is_gated(activation))
+
+
+def _has_activation_kernel(h: Tensor, columns: int) -> bool:
+    """Whether the gradient of an activation with so many columns has a kernel.  h: a tensor of its device."""
+    return h.device.type == "cpu" or h.device.type == "cuda" and bool(_C.HAS_CUDA) and columns % 8 == 0
+
+
+def _gradient_and_activation(h: Tensor, d: Tensor, activation: Activation,
+                             offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of h where that of activation(h) is d, and activation(h)."""
+    d_h, a, dots = torch.empty_like(h), torch.empty_like(d), h.new_empty(len(h), dtype=torch.float32)
+    _C.activation(*as_kernel(activation), aligned(h), aligned(d), aligned(offsets), None, d_h, a, dots)
+    return d_h, a
+
+
