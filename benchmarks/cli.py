@@ -18,7 +18,7 @@ import torch.distributed as dist
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
 from . import (a2a, ablation, decode, decode_w4, features, gemm, gemm_fp8, growth, host, layer, layer_fp8,
-               layer_w4, nodes, overlap, report, scale, side, sm, tokens, train, transformers, worklog)
+               layer_w4, lora, nodes, overlap, report, scale, side, sm, tokens, train, transformers, worklog)
 from .run import Run
 from .shapes import KNOWN_SHAPES
 
@@ -36,6 +36,7 @@ BENCHES = {
     "host": (host, "host overhead per call, in microseconds"),
     "decode": (decode, "low-latency dispatch and combine by T, their halves, and a decode layer"),
     "train": (train, "a training step: forward, backward, memory, compared with torch's layer and products"),
+    "lora": (lora, "LoRA: a training step, several adapters, decoding, beside full training, torch and peft"),
     "transformers": (transformers, "experts of transformers in one process, by each experts_implementation"),
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
@@ -180,7 +181,7 @@ def main(argv=None):
         return 0
     try:
         num_ranks = options.ranks or (min(torch.cuda.device_count(), 8) if use_cuda() else 4)
-        if options.bench == "train" and num_ranks == 1:
+        if options.bench in ("train", "lora") and num_ranks == 1:
             run(options)  # in this process, without a process group
             return 0
         run_ranks(started_rank, num_ranks, argv, backend=backend, timeout_s=3600)

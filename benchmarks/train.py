@@ -168,10 +168,13 @@ def liger_layer(shape, idx, gate_up, down, world_size, device):
 
 
 class Step:
-    """A layer, and the tensors that require gradients: x [T, H], weight [T, K] and the weights."""
+    """A layer, and the tensors that require gradients: x [T, H], weight [T, K] and the weights.
 
-    def __init__(self, call, x, weight, dy, parameters):
-        self.call, self.dy, self.parameters = call, dy, parameters
+    frozen: weights that require none.
+    """
+
+    def __init__(self, call, x, weight, dy, parameters, frozen=()):
+        self.call, self.dy, self.parameters, self.frozen = call, dy, parameters, frozen
         self.x, self.weight = (t.detach().clone().requires_grad_() for t in (x, weight))
 
     def clear(self):
@@ -352,7 +355,7 @@ def memory(run, step):
     """Return {"kept": bytes, "peak": bytes} of a step; on the CPU without the peak."""
     step.clear()
     if not run.on_gpu:
-        kept = Kept((step.x, step.weight, *step.parameters))
+        kept = Kept((step.x, step.weight, *step.parameters, *step.frozen))
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
             y = step.forward()
         step.backward(y)
