@@ -181,6 +181,8 @@ class _Dispatch(NamedTuple):
     row_scale: Tensor | None
     row_weight: Tensor | None
     recv: Tensor
+    tag: Tensor | None
+    row_tag: Tensor | None
     requires_grad: int
     awaits_rows: int
 
@@ -242,6 +244,8 @@ class _LlDispatch(NamedTuple):
     rows: Tensor
     scales: Tensor | None
     counts: Tensor
+    tag: Tensor | None
+    row_tag: Tensor | None
     is_masked: int
     fp8: int
     parts: int

@@ -69,12 +69,15 @@ def make_setting(torch, _C):
             "fp8_rows": torch.zeros(5, 16, dtype=torch.uint8), "fp8_row_scale": torch.ones(5, 1),
             "fast_x": torch.ones(3, 128).half(), "masked": torch.zeros(4, 6, 128).half(),
             "compact": torch.zeros(12, 128).half(), "counts": torch.zeros(4, dtype=torch.int32),
-            "handle": torch.zeros(_C.ll_handle_words(fast_config)[0], dtype=torch.int32)}
+            "handle": torch.zeros(_C.ll_handle_words(fast_config)[0], dtype=torch.int32),
+            "tag": torch.arange(3, dtype=torch.int32), "row_tag": torch.zeros(5, dtype=torch.int32),
+            "compact_tag": torch.zeros(12, dtype=torch.int32)}
     _C.layer_ll_dispatch(fast, 0, (good["fast_x"], good["idx"], good["weight"], good["handle"],
-                                   good["compact"], None, good["counts"], 0, 0, 3))
+                                   good["compact"], None, good["counts"], good["tag"],
+                                   good["compact_tag"], 0, 0, 3))
     _C.layer_plan(layer, 0, (good["idx"], None, good["plan"]))
     _C.layer_dispatch(layer, 0, (good["x"], None, None, good["plan"], good["rows"], None, None, good["recv"],
-                                 False, False))
+                                 good["tag"], good["row_tag"], False, False))
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
     return {"world": [one, two, silent, closed], "heap": [heap, closed_heap], "config": config,
             "layer": [layer, closed_layer, fast], "off": off, "good": good, "in_heap": in_heap}
@@ -160,15 +163,16 @@ def strategies(st, torch, _C):
              "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [],
                                       {"TypeError": TypeError}])}
     kinds |= {name: mostly_good(name) for name in TENSORS}
-    optional = ("x", "weight", "scatter", "row_weight", "out", "out_scalar", "num_rows")
-    kinds |= {f"{name}?": st.one_of(kinds[name], st.none()) for name in optional}
     kinds["tensor"] = mostly(tensor)
+    optional = ("x", "weight", "scatter", "row_weight", "out", "out_scalar", "num_rows", "rows", "tag",
+                "row_tag", "compact_tag", "tensor")
+    kinds |= {f"{name}?": st.one_of(kinds[name], st.none()) for name in optional}
     return kinds
 
 
 TENSORS = ["x", "idx", "weight", "plan", "rows", "row_weight", "recv", "out", "out_scalar", "scatter",
            "fp8_x", "fp8_scale", "fp8_rows", "fp8_row_scale", "group_scales", "num_rows",
-           "fast_x", "masked", "compact", "counts", "handle"]
+           "fast_x", "masked", "compact", "counts", "handle", "tag", "row_tag", "compact_tag"]
 WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "complex", "conj", "neg", "neg idx",
          "half", "f4", "meta", "fake", "sparse", "nested", "expanded", "vast", "vaster", "strided",
          "transposed", "misaligned", "parameter", "too many", "huge idx", "wild idx", "in heap",
@@ -195,9 +199,9 @@ SIGNATURES = {
     "layer_fuses": "config flag n n n flag flag flag",
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
-    "layer_dispatch": "L small | x no weight? plan rows no row_weight? recv small small"
+    "layer_dispatch": "L small | x no weight? plan rows no row_weight? recv tag? row_tag? small small"
                       " or L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight? recv"
-                      " zero small",
+                      " no no zero small",
     "layer_combine": "L small | rows row_weight? row_weight? x? x? plan recv out out_scalar? small small",
     "layer_propagate_error": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x no weight? plan rows no row_weight? recv tensor no weight? out out?"
@@ -208,18 +212,21 @@ SIGNATURES = {
                           " out_scalar? small small"
                           " or L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? no plan"
                           " recv out no zero zero",
-    "layer_experts": "L small | x idx weight tensor weight? tensor weight? plan recv rows row_weight out?"
-                     " tensor tensor out small seconds seconds small small small",
-    "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight small"
-                          " seconds seconds",
+    "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan recv rows"
+                     " row_weight out? tensor tensor out tensor? tensor? rows? tensor? tensor? rows? small"
+                     " seconds seconds small small small",
+    "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight"
+                          " tensor? tensor? rows? small seconds seconds",
     "layer_experts_up": "L small | rows tensor row_weight plan recv rows rows rows out? rows out out_scalar"
-                        " out?",
-    "layer_ll_experts": "LL small | fast_x idx weight tensor weight? tensor weight? handle compact counts"
-                        " tensor compact fast_x small seconds seconds",
+                        " out? tensor? tensor? rows?",
+    "layer_ll_experts": "LL small | fast_x idx weight tensor weight? no no tensor weight? no no handle"
+                        " compact counts tensor compact fast_x tensor? tensor? rows? tensor? tensor? rows?"
+                        " small seconds seconds",
     "layer_trace": "L small tensor small",
-    "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small no no"
+    "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small no no no"
+                    " rows? rows? tensor?"
                     " or zero small seconds seconds x rows plan weight? row_weight? plan out small tensor"
-                    " tensor",
+                    " tensor no no no no",
     "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales flag",
     "transpose_fp8": "x weight? plan fp8_x fp8_scale flag flag",
     "quantize_fp8_weight": "x fp8_x fp8_x fp8_scale fp8_scale",
@@ -227,7 +234,8 @@ SIGNATURES = {
     "activation": "small seconds seconds x x plan weight? x x weight",
     "gemm_has_counter": "x", "device_query": "n",
     "ll_handle_words": "config",
-    "layer_ll_dispatch": "LL small | fast_x idx weight? handle compact weight? counts small small part",
+    "layer_ll_dispatch": "LL small | fast_x idx weight? handle compact weight? counts tag? compact_tag? small"
+                         " small part",
     "layer_ll_combine": "LL small | compact handle fast_x small part",
     "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }

@@ -74,9 +74,12 @@ static void my_weights(const EpLlDispatchParams *p, uint32_t t, float *to) {
     const uint32_t K = p->comm.shape.num_topk;
     for (uint32_t k = 0; k < K; k++) to[k] = p->weight ? p->weight[(uint64_t)t * K + k] : 1.0f;
 }
+/* Where the tag of a token is, and the bytes of its weights and its tag. */
+static uint64_t tag_at(const EpComm *c) { return ep_ll_weights_at(c) + 4ull * c->shape.num_topk; }
+static uint64_t weight_bytes(const EpComm *c) { return 4ull * ep_ll_num_weight_words(&c->shape); }
 
 /* Write token t as a slot has it, but without words: its row, or e4m3 numbers and their scales; then its
- * weights. */
+ * weights and its tag. */
 static void pack_token(const EpLlDispatchParams *p, uint32_t t, unsigned char *to) {
     const EpComm *c = &p->comm;
     const unsigned char *from = (const unsigned char *)p->x + t * c->layout.row_bytes;
@@ -85,9 +88,11 @@ static void pack_token(const EpLlDispatchParams *p, uint32_t t, unsigned char *t
     float weights[EP_MAX_TOPK];
     my_weights(p, t, weights);
     memcpy(to + ep_ll_weights_at(c), weights, 4ull * c->shape.num_topk);
+    const int32_t tag = p->tag ? p->tag[t] : 0;
+    if (c->shape.num_topk < EP_MAX_TOPK) memcpy(to + tag_at(c), &tag, 4);
 }
 
-/* Bytes of a token's numbers and scales in a slot. The weights come later. */
+/* Bytes of a token's numbers and scales in a slot. The weights and the tag come later. */
 static uint64_t travel_bytes(const EpLlDispatchParams *p) {
     const EpComm *c = &p->comm;
     return p->fp8 ? ep_ll_scales_at(c) + 4ull * (c->shape.hidden / EP_FP8_GROUP) : c->layout.row_bytes;
@@ -105,7 +110,7 @@ static void send_token(const EpLlDispatchParams *p, uint32_t t, uint64_t epoch) 
         unsigned char *to = ep_ll_slot(c, r, c->my_rank, t, epoch);
         ep_chaos(EP_CHAOS_FLAG_PUBLISH);
         put_words(to, 0, own, travel_bytes(p));
-        put_words(to, ep_ll_weights_at(c), own + ep_ll_weights_at(c), 4ull * K);
+        put_words(to, ep_ll_weights_at(c), own + ep_ll_weights_at(c), weight_bytes(c));
     }
 }
 
@@ -145,6 +150,7 @@ static void place_row(const EpLlDispatchParams *p, const unsigned char *from, ui
     const uint64_t lines = ep_ll_scale_lines(&c->shape, p->fp8);
     if (row >= ep_ll_num_rows(&c->shape, p->is_masked)) return;
     memcpy((unsigned char *)p->rows + row * num_bytes, from, num_bytes);
+    if (p->row_tag) memcpy(p->row_tag + row, from + tag_at(c), 4);
     for (uint32_t g = 0; p->fp8 && g < c->shape.hidden / EP_FP8_GROUP; g++) {
         uint32_t bits;
         memcpy(&bits, from + ep_ll_scales_at(c) + 4ull * g, 4);
@@ -161,7 +167,7 @@ static const unsigned char *token_of(const EpLlDispatchParams *p, uint32_t w, ui
     const Arriving a = arriving(c, EP_OP_LL_DISPATCH, w, t, epoch);
     if (w == c->my_rank) pack_token(p, t, own);
     else if (!take_words(&a, 0, own, travel_bytes(p)) ||
-             !take_words(&a, ep_ll_weights_at(c), own + ep_ll_weights_at(c), 4ull * c->shape.num_topk))
+             !take_words(&a, ep_ll_weights_at(c), own + ep_ll_weights_at(c), weight_bytes(c)))
         return NULL;
     return own;
 }

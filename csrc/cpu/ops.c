@@ -40,6 +40,10 @@ static int32_t home_slot(const EpDispatchParams *p, uint32_t t, uint32_t r) {
     return p->plan[p->layout.token_slot_off + (uint64_t)t * p->comm.shape.num_ranks + r];
 }
 
+static int32_t tag_of(const EpDispatchParams *p, uint32_t t) {
+    return p->tag ? p->tag[t / p->num_copies] : 0;
+}
+
 static const unsigned char *input_row(const EpDispatchParams *p, uint32_t t) {
     return (const unsigned char *)p->x + (uint64_t)(t / p->num_copies) * p->comm.layout.row_bytes;
 }
@@ -57,6 +61,7 @@ static void send_slot(const EpDispatchParams *p, const EpRowScales *scales, uint
     memcpy(to, input_row(p, t), c->layout.row_bytes);
     meta[EP_TRAILER_TOKEN] = (int32_t)t;
     meta[EP_TRAILER_RETURN_SLOT] = home_slot(p, t, r);
+    meta[EP_TRAILER_TAG] = tag_of(p, t);
     rows_at_rank(p, t, r, meta + EP_TRAILER_ROWS);
     memcpy(trailer, meta, 4ull * ep_trailer_weights(K));
     if (p->weight) memcpy(trailer + 4ull * ep_trailer_weights(K), p->weight + (uint64_t)t * K, 4ull * K);
@@ -84,6 +89,7 @@ static void place_slot(const EpDispatchParams *p, const EpRowScales *scales, uin
         if (at < 0) continue;
         memcpy((unsigned char *)p->rows + (uint64_t)at * c->layout.row_bytes, row, c->layout.row_bytes);
         if (p->row_weight) p->row_weight[at] = weight[k];
+        if (p->row_tag) p->row_tag[at] = meta[EP_TRAILER_TAG];
         for (uint32_t g = 0; scales && g < scales->num_groups; g++) {
             float *to = ep_row_scale(scales, (uint32_t)at, g);
             if (s == c->my_rank) *to = scale_of_input(scales, p, (uint32_t)token, g);
@@ -109,6 +115,7 @@ static bool receive_chunk(const EpDispatchParams *p, const EpRowScales *scales, 
             row = input_row(p, t);
             meta[EP_TRAILER_TOKEN] = (int32_t)t;
             meta[EP_TRAILER_RETURN_SLOT] = home_slot(p, t, c->my_rank);
+            meta[EP_TRAILER_TAG] = tag_of(p, t);
             rows_at_rank(p, t, c->my_rank, meta + EP_TRAILER_ROWS);
             if (p->weight) memcpy(weight, p->weight + (uint64_t)t * K, 4ull * K);
         } else { /* copy first, then check: a faulty peer may write at the same time */

@@ -72,11 +72,19 @@ int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatch
     EP_TRY(check_rows(l, a->rows, a->fp8 ? EP_U8 : s->dtype, is_masked));
     if (a->scales) EP_TRY(check_scales(l, a->scales, a, &p->scale_line));
     EP_TRY(ep_layer_check_tensor(l, "counts", a->counts, EP_I32, 1, ep_num_local_experts(s), -1));
+    if ((a->tag || a->row_tag) && s->num_topk >= EP_MAX_TOPK)
+        return ep_error(EP_EINVAL, "tags: a token with %u choices has no room for one", s->num_topk);
+    if (a->tag) EP_TRY(ep_layer_check_tensor(l, "tag", a->tag, EP_I32, 1, a->x->shape[0], -1));
+    if (a->row_tag)
+        EP_TRY(ep_layer_check_tensor(l, "output tag", a->row_tag, EP_I32, 1,
+                                     (int64_t)ep_ll_num_rows(s, is_masked), -1));
     p->comm = b->comm;
     p->x = a->x->data;
     p->indices = a->indices->data;
     p->index_bytes = a->indices->dtype == EP_I64 ? 8 : 4;
     p->weight = a->weight ? (const float *)a->weight->data : NULL;
+    p->tag = a->tag ? (const int32_t *)a->tag->data : NULL;
+    p->row_tag = a->row_tag ? (int32_t *)a->row_tag->data : NULL;
     p->handle = (int32_t *)a->handle->data;
     p->rows = a->rows->data;
     p->scales = a->scales ? a->scales->data : NULL;

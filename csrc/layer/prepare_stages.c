@@ -135,15 +135,19 @@ int ep_layer_check_dispatch(const EpLayer *l, const EpCommBuffer *b, const EpDis
         return ep_error(EP_EINVAL, "weight and output weight: give both or neither");
     if (a->row_weight)
         EP_TRY(ep_layer_check_tensor(l, "output weight", a->row_weight, EP_F32, 1, rows->shape[0], -1));
+    if (a->tag) EP_TRY(ep_layer_check_tensor(l, "tag", a->tag, EP_I32, 1, x->shape[0], -1));
+    if (a->row_tag) EP_TRY(ep_layer_check_tensor(l, "output tag", a->row_tag, EP_I32, 1, rows->shape[0], -1));
     EP_TRY(check_recv_tensor(l, a->recv));
     if (rows->shape[0] > INT32_MAX)
         return ep_error(EP_EINVAL, "output has %lld rows: must be less than 2^31", (long long)rows->shape[0]);
     p->x = x->data;
     p->weight = a->weight ? (const float *)a->weight->data : NULL;
+    p->tag = a->tag ? (const int32_t *)a->tag->data : NULL;
     p->plan = (const int32_t *)a->plan->data;
     p->recv = (int32_t *)a->recv->data;
     p->rows = rows->data;
     p->row_weight = a->row_weight ? (float *)a->row_weight->data : NULL;
+    p->row_tag = a->row_tag ? (int32_t *)a->row_tag->data : NULL;
     p->num_rows = (uint32_t)rows->shape[0];
     p->has_weight = a->weight != NULL;
     p->num_copies = num_copies;

@@ -8,7 +8,8 @@
  *
  *   head    what a rank tells every peer about its operation: two cells
  *   route   one cell for each choice of each token, to every peer: the expert
- *   slot    a token's row on its way: the row (or e4m3 numbers, then f32 scales), then f32 weight[K].
+ *   slot    a token's row on its way: the row (or e4m3 numbers, then f32 scales), then f32 weight[K], and
+ *           with fewer than 32 choices i32 tag (0 without tags).
  *           On the way back: the sum of its rows at an expert's rank (or e4m3 numbers, then f32 scales);
  *           in mode EP_LOW_LATENCY_SCATTER, which has a slot for each choice too, the row of the choice
  *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. On a GPU, a warp moves one at
@@ -144,6 +145,10 @@ EP_FN void ep_ll_put_scale(const EpLlDispatchParams *p, uint64_t row, uint32_t g
     else ((uint32_t *)p->scales)[row + (uint64_t)group * p->scale_line] = bits;
 }
 EP_PURE uint64_t ep_ll_weights_at(const EpComm *c) { return c->layout.row_bytes; }
+/* The weights of a token, and its tag if a warp has a lane for it. */
+EP_PURE uint32_t ep_ll_num_weight_words(const EpShape *s) {
+    return s->num_topk < EP_MAX_TOPK ? s->num_topk + 1 : s->num_topk;
+}
 
 /* ---- cells ---- */
 

@@ -78,7 +78,9 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * x_scale, row_scale: both, and the operation is in FP8, or neither. In FP8 the caller has quantised the
  * tokens: x and rows are u8, the bytes of e4m3 numbers, and H is a multiple of 16. x_scale f32 [T][groups],
  * row_scale f32 [as many as rows][groups], with any strides; groups is H / 128, rounded up. There is no
- * gradient. */
+ * gradient.
+ * tag i32 [T]: a number of the caller that travels with each token, or NULL: 0. row_tag i32 [as many as
+ * rows], or NULL: becomes the tag of each row that belongs to an expert. A rank has them for itself. */
 #define EP_ARGS_dispatch(X, S)         \
     X(S, TENSOR, x)                    \
     X(S, OPTIONAL, x_scale)            \
@@ -88,6 +90,8 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OWN_OUT_OPTIONAL, row_scale)  \
     X(S, OWN_OUT_OPTIONAL, row_weight) \
     X(S, OWN_OUT, recv)                \
+    X(S, OPTIONAL, tag)                \
+    X(S, OWN_OUT_OPTIONAL, row_tag)    \
     X(S, U32, requires_grad)           \
     X(S, AWAITS, awaits_rows)
 
@@ -163,18 +167,20 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * [ep_ll_handle_words], for combine. Masked: rows [L][W * max_tokens][H] and scales [L][lines][..]; else rows
  * [capacity][H] and scales [lines][..], where a line has a multiple of 4 scales, at least as many as there
  * are rows. Scales are f32 with H / 128 lines, or for UE8M0 i32 with H / 512 lines. counts i32 [L]: the rows
- * of each expert. fp8: EpLlFp8; without it rows have the layer's dtype and scales are NULL. parts:
- * EpLlParts. */
-#define EP_ARGS_ll_dispatch(X, S)  \
-    X(S, TENSOR, x)                \
-    X(S, TENSOR, indices)          \
-    X(S, OPTIONAL, weight)         \
-    X(S, PLAN_OUT, handle)         \
-    X(S, OWN_OUT, rows)            \
-    X(S, OWN_OUT_OPTIONAL, scales) \
-    X(S, OWN_OUT, counts)          \
-    X(S, U32, is_masked)           \
-    X(S, U32, fp8)                 \
+ * of each expert. fp8: EpLlFp8; without it rows have the layer's dtype and scales are NULL. tag i32 [T] and
+ * row_tag i32, for each row: as in dispatch; with fewer than 32 choices. parts: EpLlParts. */
+#define EP_ARGS_ll_dispatch(X, S)   \
+    X(S, TENSOR, x)                 \
+    X(S, TENSOR, indices)           \
+    X(S, OPTIONAL, weight)          \
+    X(S, PLAN_OUT, handle)          \
+    X(S, OWN_OUT, rows)             \
+    X(S, OWN_OUT_OPTIONAL, scales)  \
+    X(S, OWN_OUT, counts)           \
+    X(S, OPTIONAL, tag)             \
+    X(S, OWN_OUT_OPTIONAL, row_tag) \
+    X(S, U32, is_masked)            \
+    X(S, U32, fp8)                  \
     X(S, U32, parts)
 
 /* rows: as dispatch has them, in the layer's dtype; out [T][H]. */

@@ -40,10 +40,14 @@ typedef struct {
     EpPlanLayout layout;
     const void *x;       /* [T / num_copies][H] */
     const float *weight; /* [T][K] or NULL */
+    const int32_t *tag;  /* [T / num_copies] or NULL: a number of the caller that travels with the token */
     const int32_t *plan;
     int32_t *recv;     /* [W][max_tokens] records; see slot.h */
     void *rows;        /* [num_rows][H] */
     float *row_weight; /* [num_rows] or NULL */
+    /* [num_rows] or NULL: the tag of each row's token, 0 where its rank has given none. Not set for rows of
+     * no expert. A fused operation has none. */
+    int32_t *row_tag;
     uint32_t num_rows; /* rows of the tensor; dispatch alone sets rows M and after to zero */
     uint32_t has_weight;
     /* Consecutive tokens that share one row of x. 1; but K in a fused operation without token saving,
@@ -131,8 +135,10 @@ typedef struct {
     const void *x;       /* [T][H] */
     const void *indices; /* [T][K] i32 or i64 */
     const float *weight; /* [T][K] or NULL: all weights are 1 */
+    const int32_t *tag;  /* [T] or NULL, as in dispatch */
     int32_t *handle;     /* see EpLlHandle */
     void *rows;          /* masked: [L][W * max_tokens][H]; else [capacity][H] */
+    int32_t *row_tag;    /* of each row, or NULL, as in dispatch */
     void *scales;        /* masked: [L][lines][scale_line] of 4 bytes, else [lines][scale_line]; or NULL */
     int32_t *counts;     /* [L] */
     uint32_t num_tokens, index_bytes;

@@ -2,8 +2,8 @@
  * that knows where a number is located in them.
  *
  *   slot    what a rank sends to another rank for one token: the row, then a trailer of 32-bit words.
- *           dispatch:       i32 token, i32 return slot, i32 row[K] (-1: not on this rank),
- *                           f32 weight[K] if weights travel; then, for rows in FP8, f32 scale[H / 128]
+ *           dispatch:       i32 token, i32 return slot, i32 tag (0 without tags), i32 row[K] (-1: not on this
+ *                           rank), f32 weight[K] if weights travel; then, for rows in FP8, f32 scale[H / 128]
  *           LOCAL combine:  f32 scalar[K]
  *   choice  what SCATTER and GATHER combine move for one choice: the row, then f32 weight, f32 scalar
  *   record  what a rank saves of a slot that it has received, for combine: i32 token, i32 row[K] (-1: none).
@@ -20,7 +20,7 @@
 #include "protocol/port.h"
 
 /* Words of the trailer of a slot in dispatch. */
-enum { EP_TRAILER_TOKEN = 0, EP_TRAILER_RETURN_SLOT = 1, EP_TRAILER_ROWS = 2 };
+enum { EP_TRAILER_TOKEN = 0, EP_TRAILER_RETURN_SLOT = 1, EP_TRAILER_TAG = 2, EP_TRAILER_ROWS = 3 };
 /* The word of the first weight: the number of words without weights. */
 EP_PURE uint32_t ep_trailer_weights(uint32_t num_topk) { return EP_TRAILER_ROWS + num_topk; }
 /* All words. The trailer of a slot in LOCAL combine is shorter. Scales come after it: rows in FP8 are shorter

@@ -349,6 +349,16 @@ class EPAll2AllLayer(CollectiveLayer):
                                                  full_scatter_indices, layout, buffer)
         return self._dispatch_planned(layout, input, weight, num_rows)
 
+    def _dispatch_tagged(self, input: Tensor, exp_indices: Tensor, weight: Tensor,
+                         tag: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Layout]:
+        """Dispatch without gradients.  Returns rows, row_weights, the tag of each row, and the layout.
+
+        tag: [T] int32, a number that travels with each token.  A row of no expert has any tag.
+        """
+        layout, float_weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight, None, None,
+                                                       0)
+        return self._dispatch_tagged_planned(layout, input, float_weight, num_rows, tag)
+
     def dispatch_fp8(self, input: Tensor, exp_indices: Tensor | None = None, weight: Tensor | None = None,
                      full_scatter_indices: Tensor | None = None, *, layout: Layout | None = None,
                      buffer: int = 0) -> tuple[Tensor, Tensor, Tensor | None, Layout]:
@@ -726,6 +736,17 @@ class EPAll2AllLayer(CollectiveLayer):
         return rows, cast(row_weight, self.weight_dtype), layout
 
     @reported_after_plan(_C.OP_DISPATCH)
+    def _dispatch_tagged_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None, num_rows: int,
+                                 tag: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Layout]:
+        if self._copies > 1:
+            input, tag = input.repeat_interleave(self._copies, 0), tag.repeat_interleave(self._copies, 0)
+        rows, row_weight, recv, row_tag = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows,
+                                                         tag=tag)
+        assert row_tag is not None  # tag is a tensor
+        self._set_dispatched(layout, rows, recv)
+        return rows, cast(row_weight, self.weight_dtype), row_tag, layout
+
+    @reported_after_plan(_C.OP_DISPATCH)
     def _dispatch_fp8_planned(self, layout: EPLayout, input: Tensor, weight: Tensor | None,
                               num_rows: int) -> tuple[Tensor, Tensor, Tensor | None, EPLayout]:
         x, x_scale = quantize_fp8(input.contiguous())
@@ -742,11 +763,13 @@ class EPAll2AllLayer(CollectiveLayer):
         return rows, scales, cast(row_weight, self.weight_dtype), layout
 
     def _dispatch(self, x: Tensor, weight: Tensor | None, plan: Tensor, buffer: int, num_rows: int,
-                  with_grad: bool = False, kept_for: int = 0,
-                  x_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+                  with_grad: bool = False, kept_for: int = 0, x_scale: Tensor | None = None,
+                  tag: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Allocate the outputs and call the module.  Returns the rows, their weights, recv and their scales.
 
         kept_for: with_grad, as for _run_dispatch; 0 if there are no weights.  x_scale: of tokens in FP8.
+        tag: [T] int32, a number that travels with each token, not in FP8; those of the rows take the place of
+        the scales.
         """
         if x_scale is not None:
             x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8
@@ -754,17 +777,20 @@ class EPAll2AllLayer(CollectiveLayer):
         def make(n: int) -> Outputs:
             row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
             recv = self._empty(self._recv_words, dtype=torch.int32)
+            row_tag = None if tag is None else self._empty(n, dtype=torch.int32)
             if x_scale is None:
-                return [self._empty(n, self.hidden), None, row_weight], [recv]
-            return [*self._fp8_rows(n, by_row=True), row_weight], [recv]
+                return [self._empty(n, self.hidden), None, row_weight], [recv, tag, row_tag]
+            return [*self._fp8_rows(n, by_row=True), row_weight], [recv, tag, row_tag]
 
         def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
             return _C.layer_dispatch(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others, with_grad,
                                                        awaits_rows))
 
         call = plan, buffer, x.shape[0]
-        (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,
-                                                                    kept_for if with_grad else None)
+        (rows, row_scale, row_weight), (recv, _, row_tag) = self._run_dispatch(
+            call, num_rows, make, launch, kept_for if with_grad else None)
+        if row_tag is not None:
+            return rows, row_weight, recv, row_tag[:len(rows)]
         if x_scale is not None:
             rows = rows.view(torch.float8_e4m3fn)
         return rows, row_weight, recv, row_scale

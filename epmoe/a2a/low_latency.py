@@ -351,6 +351,19 @@ class LowLatencyAll2All(CollectiveLayer):
         _C.layer_ll_dispatch(self._c, buffer, (*arguments, BOTH))
         return result
 
+    def _dispatch_tagged(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+                         tag: Tensor) -> tuple[Tensor, Tensor, LowLatencyHandle]:
+        """Dispatch into compact rows.  Returns them, the tag of each row, and the handle.
+
+        tag: [T] int32, a number that travels with each token.  A row of no expert has any tag.
+        """
+        arguments, (rows, _, _, handle) = self._prepare_dispatch(x, topk_idx, topk_weights, False, "compact",
+                                                                 0, None)
+        row_tag = rows.new_empty(len(rows), dtype=torch.int32)
+        *others, _, _, is_masked, fp8 = arguments
+        _C.layer_ll_dispatch(self._c, 0, (*others, tag, row_tag, is_masked, fp8, BOTH))
+        return rows, row_tag, handle
+
     def dispatch_send(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *,
                       fp8: Fp8 = False, layout: SlabLayout = "masked", buffer: int = 0,
                       out: Dispatched | None = None) -> PendingCall[Dispatched]:
@@ -547,7 +560,8 @@ class LowLatencyAll2All(CollectiveLayer):
                 topk_weights = cast(topk_weights, torch.float32)
         except Exception as error:
             self._propagate(_C.OP_LL_DISPATCH, error, buffer)
-        return (x, topk_idx, topk_weights, *handle._outputs), out
+        *outputs, is_masked, fp8_number = handle._outputs
+        return (x, topk_idx, topk_weights, *outputs, None, None, is_masked, fp8_number), out
 
     def _make_result(self, fp8: Fp8, layout: SlabLayout) -> Dispatched:
         """Return the result of a dispatch that is to be run."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import _C
+from ..a2a.low_latency import LowLatencyAll2All
 from ..a2a.ops import expert_offsets, saved_tensors
 from ..comm.error_propagation import reporting
 from ..gemm import low_rank
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from ..a2a.layer import EPAll2AllLayer
     from ..a2a.layout import EPLayout, Layout
-    from ..a2a.low_latency import LowLatencyAll2All
     from .lora import Adapter, State
     from .module import EPMoE
 
@@ -233,9 +233,9 @@ def _linear(moe: EPMoE, adapter: Adapter, name: str, rows: Tensor, offsets: Tens
 
 def check_numbers(layer: EPAll2AllLayer, names: tuple[str, ...], numbers: Any, x: Tensor,
                   topk_weights: Tensor) -> Tensor:
-    """Return the number of each token's adapter [T, K], as routing weights are.
+    """Return the number of each token's adapter [T] int32.
 
-    numbers: as for EPMoE.forward.  x: as there.  topk_weights: [T, K].
+    layer: that of the module.  numbers: as for EPMoE.forward.  x: as there.  topk_weights: [T, K].
     """
     if not names:
         raise ValueError("adapters: this EPMoE has no list of adapters: call set_adapter([..]) first")
@@ -252,29 +252,27 @@ def check_numbers(layer: EPAll2AllLayer, names: tuple[str, ...], numbers: Any, x
     if requires_grad(x, topk_weights):
         raise RuntimeError("adapters: a mixture of adapters has no gradients: call it under torch.no_grad(), "
                            "or train with set_adapter and one name")
-    return numbers.reshape(-1, 1).expand(-1, topk_weights.shape[1]).to(torch.float32).contiguous()
+    # Another number means none, also one that int32 does not have.
+    return numbers.flatten().clamp(-1, len(names)).to(torch.int32)
 
 
 @torch.no_grad()  # also where a program has let all parameters require gradients
-def run_mixed(moe: EPMoE, state: State, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor,
-              topk_weights: Tensor, numbers: Tensor) -> tuple[Tensor, Layout]:
+def run_mixed(moe: EPMoE, state: State, layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor,
+              topk_idx: Tensor, topk_weights: Tensor, numbers: Tensor) -> tuple[Tensor, Layout | None]:
     """Apply the experts, each token with its own adapter of a list.  Returns (y, layout).
 
-    numbers: of check_numbers.  Among several ranks they travel as routing weights do, in a second dispatch
-    with the same plan.  One rank has all tokens, and its plan says which row is whose.
+    numbers: of check_numbers.  They travel with the tokens.
     """
-    rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
-    if layer.world_size == 1:
-        row = layout.token_dst_scatter_idx.flatten().to(torch.int64)
-        row = torch.where(row < 0, len(rows), row)  # of a dropped choice: one more row
-        received = numbers.new_full((len(rows) + 1,), -1).scatter_(0, row, numbers.flatten())[:-1]
-    else:
-        of_rows = layer.dispatch(x, weight=numbers, layout=layout)[1]
-        assert of_rows is not None  # numbers is a tensor
-        received = of_rows
+    if isinstance(layer, LowLatencyAll2All):
+        rows, number, handle = layer._dispatch_tagged(x, topk_idx, topk_weights, numbers)
+        try:
+            y = _multiply_mixed(moe, state, rows, handle.expert_offsets, number)
+        except Exception as error:
+            layer._propagate(_C.OP_LL_COMBINE, error, handle.buffer)
+        return layer.combine(y, handle), None
+    rows, row_weight, number, layout = layer._dispatch_tagged(x, topk_idx, topk_weights, numbers)
     try:
-        with torch.autocast(rows.device.type, enabled=False):
-            y = _multiply_mixed(moe, state, rows, layout.expert_offsets, received)
+        y = _multiply_mixed(moe, state, rows, layout.expert_offsets, number)
     except Exception as error:
         layer._propagate(_C.OP_COMBINE, error, layout.buffer)
     return layer.combine(y, layout, row_weight), layout
@@ -283,13 +281,14 @@ def run_mixed(moe: EPMoE, state: State, layer: EPAll2AllLayer, x: Tensor, topk_i
 def _multiply_mixed(moe: EPMoE, state: State, rows: Tensor, offsets: Tensor, numbers: Tensor) -> Tensor:
     """Return the outputs [M, H] for rows [M, H].  numbers: [M], that of each row's adapter."""
     adapters = state.adapters(moe)
-    if _adds_at_once(moe, rows, adapters) and sum(padded_rank(a.r) for a in adapters) <= _FEW_COLUMNS:
-        return _multiply_side_by_side(moe, state.side_by_side(moe), rows, offsets, numbers)
-    mixture = _Groups(moe, adapters, offsets, numbers)
-    h = mixture.linear("gate_up_proj", rows)
-    a = activate(h, moe.activation) if h.dtype == torch.float32 else _Activation.apply(h, moe.activation,
-                                                                                       offsets)
-    return mixture.linear("down_proj", a)
+    with torch.autocast(rows.device.type, enabled=False):  # the dtypes are chosen already
+        if _adds_at_once(moe, rows, adapters) and sum(padded_rank(a.r) for a in adapters) <= _FEW_COLUMNS:
+            return _multiply_side_by_side(moe, state.side_by_side(moe), rows, offsets, numbers)
+        mixture = _Groups(moe, adapters, offsets, numbers)
+        h = mixture.linear("gate_up_proj", rows)
+        if h.dtype == torch.float32:
+            return mixture.linear("down_proj", activate(h, moe.activation))
+        return mixture.linear("down_proj", _Activation.apply(h, moe.activation, offsets))
 
 
 class SideBySide:
@@ -331,7 +330,7 @@ class SideBySide:
 
 def _multiply_side_by_side(moe: EPMoE, both: SideBySide, rows: Tensor, offsets: Tensor,
                            numbers: Tensor) -> Tensor:
-    own = numbers[:, None] == both.number  # of NaN too, which a row of no expert can have
+    own = numbers[:, None] == both.number
 
     def linear(name: str, x: Tensor, activation: Activation | None) -> Tensor:
         low = None

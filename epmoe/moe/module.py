@@ -621,7 +621,7 @@ class EPMoE(nn.Module):
                 token chooses an expert twice: it then has one row there, not two, and torch.mm does not give
                 the same bits for every number of rows.
             adapters: [..] int32 or int64, after set_adapter([..]): the number of each token's adapter in that
-                list; any other number: none.  decode is then False or None.
+                list; any other number: none.
 
         Returns:
             [.., H] of the layer's dtype: the weighted sum of the experts' outputs of each token.
@@ -653,8 +653,8 @@ class EPMoE(nn.Module):
                 torch.compiler.is_compiling()):
             return self._forward_untraced(x, topk_idx, topk_weights, decode, adapters)
         layer, mixed = self.layer, () if self._lora is None else self._lora.mixed
-        path = None if self.computes_fp8 or mixed else decoding.path_of(
-            layer, decode, self._format.has_gradients or has_adapter)
+        path = None if self.computes_fp8 else decoding.path_of(
+            layer, decode, (self._format.has_gradients or has_adapter) and not mixed)
         try:
             ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
             if ddp is not None and id(ddp) != self._checked_ddp:
@@ -665,9 +665,6 @@ class EPMoE(nn.Module):
                 tokens = tokens.to(layer.dtype)
             self._check_parameters(x, topk_weights)
             if mixed or adapters is not None:
-                if decode:
-                    raise ValueError("decode=True, but a mixture of adapters has no decode path: leave "
-                                     "decode out")
                 numbers = lora_products.check_numbers(layer, mixed, adapters, x, topk_weights)
             if decode is not None:
                 decoding.check_path(path, decode, tokens, topk_weights, *self.parameters())
@@ -691,8 +688,8 @@ class EPMoE(nn.Module):
             self._propagate(error, path)
         layout: Layout | None
         if mixed:
-            y, layout = lora_products.run_mixed(self, cast(lora.State, self._lora), layer, tokens, topk_idx,
-                                                topk_weights, numbers)
+            y, layout = lora_products.run_mixed(self, cast(lora.State, self._lora), path or layer, tokens,
+                                                topk_idx, topk_weights, numbers)
         elif layer.nodes is not None:
             over_nodes = cast("InternodeLayer", layer)
             y, layout = over_nodes._apply(self, tokens, topk_idx, topk_weights)  # calls _compute for its node

@@ -158,12 +158,15 @@ typedef struct {
     const Case *c;
     uint32_t buffer, num_tokens, num_rows;
     uint64_t plan_words, recv_words;
-    int32_t *plan, *recv;
+    int32_t *plan, *recv, *tag, *row_tag;
     void *rows, *out;
     float *row_weight, *out_scalar;
     bool requires_grad;
 } Step;
 
+/* The tag of a token: some ranks give none, which is 0. */
+bool has_tags(uint32_t rank);
+int32_t tag_of(uint32_t rank, uint32_t token);
 EpTensor tensor1(const void *data, uint32_t dtype, int64_t d0);
 EpTensor tensor2(const void *data, uint32_t dtype, int64_t d0, int64_t d1);
 uint64_t row_bytes(const EpShape *s);

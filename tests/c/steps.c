@@ -47,7 +47,8 @@ Step step_open(Rank *me, const Case *c, uint32_t buffer) {
 }
 
 void step_close(Step *st) {
-    void *all[] = {st->plan, st->recv, st->rows, st->out, st->row_weight, st->out_scalar};
+    void *all[] = {st->plan,       st->recv,       st->rows, st->out,
+                   st->row_weight, st->out_scalar, st->tag,  st->row_tag};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     memset(st, 0, sizeof *st);
 }
@@ -67,6 +68,11 @@ int call_plan(Step *st) {
     return ep_layer_plan(st->me->layer, st->buffer, &args, NULL);
 }
 
+bool has_tags(uint32_t rank) { return rank != 1; }
+int32_t tag_of(uint32_t rank, uint32_t token) {
+    return has_tags(rank) ? (int32_t)(token * 7919 + rank) - 5 : 0;
+}
+
 int call_dispatch(Step *st) {
     const Case *c = st->c;
     const EpShape *s = &c->shape;
@@ -74,18 +80,25 @@ int call_dispatch(Step *st) {
     st->recv = (int32_t *)alloc_poisoned(st->recv, 4 * st->recv_words);
     st->rows = alloc_poisoned(st->rows, st->num_rows * row_bytes(s));
     st->row_weight = (float *)alloc_poisoned(st->row_weight, 4ull * st->num_rows);
+    st->tag = (int32_t *)alloc_poisoned(st->tag, 4ull * st->num_tokens);
+    st->row_tag = (int32_t *)alloc_poisoned(st->row_tag, 4ull * st->num_rows);
+    for (uint32_t t = 0; t < st->num_tokens; t++) st->tag[t] = tag_of(me, t);
     EpTensor x = tensor2(c->x[me], s->dtype, st->num_tokens, s->hidden),
-             weight = tensor2(c->weight[me], EP_F32, st->num_tokens, s->num_topk);
+             weight = tensor2(c->weight[me], EP_F32, st->num_tokens, s->num_topk),
+             tag = tensor1(st->tag, EP_I32, st->num_tokens);
     EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words),
              recv = tensor1(st->recv, EP_I32, (int64_t)st->recv_words);
     EpTensor rows = tensor2(st->rows, s->dtype, st->num_rows, s->hidden),
-             row_weight = tensor1(st->row_weight, EP_F32, st->num_rows);
+             row_weight = tensor1(st->row_weight, EP_F32, st->num_rows),
+             row_tag = tensor1(st->row_tag, EP_I32, st->num_rows);
     const EpDispatchArgs args = {.x = &x,
                                  .weight = c->has_weight ? &weight : NULL,
                                  .plan = &plan,
                                  .rows = &rows,
                                  .row_weight = c->has_weight ? &row_weight : NULL,
                                  .recv = &recv,
+                                 .tag = has_tags(me) ? &tag : NULL,
+                                 .row_tag = &row_tag,
                                  .requires_grad = st->requires_grad};
     return ep_layer_dispatch(st->me->layer, st->buffer, &args, NULL);
 }
@@ -195,6 +208,7 @@ bool check_dispatch(const Step *st) {
         const Origin *o = &c->origin[me->rank][i];
         CHECK(me,
               memcmp((char *)st->rows + i * bytes, (char *)c->x[o->source] + o->token * bytes, bytes) == 0);
+        CHECK(me, st->row_tag[i] == tag_of(o->source, o->token));
         if (c->has_weight)
             CHECK(me, memcmp(&st->row_weight[i], &c->weight[o->source][o->token * K + o->choice], 4) == 0);
     }

@@ -71,7 +71,7 @@ bool test_wrong_slot_of_peer(void) {
         const uint32_t max_tokens = 1 + i % 2;
         const int32_t token = numbers[i / 2 % num], slot = numbers[i / 2 / num];
         const EpShape s = {2, 2, 1, max_tokens, 4, EP_F32, EP_COMBINE_SCATTER, 1};
-        const int32_t trailer[] = {token, slot, 0};
+        const int32_t trailer[] = {token, slot, INT32_MIN, 0}; /* the third is a tag */
         int32_t plan[512] = {[EP_HEAD_NUM_ROWS] = 1, [EP_HEAD_NUM_RECV + 1] = 1}, recv[8];
         float rows[4];
         EpDispatchParams p = {.comm = {.shape = s, .layout = ep_comm_layout(&s), .host = &host},

@@ -158,8 +158,11 @@ static bool is_map_of(const CUtensorMap *map, const EpTensorMap *shape) {
 }
 
 static EpClusterLaunch launch_of(const EpClusterKernel *k, const EpGemmParams *gemm, uint32_t num_ctas) {
-    const EpClusterLaunch l = {num_ctas, true, gemm, ep_map_a(gemm, k->tile_cols),
-                               ep_map_b(gemm, k->tile_cols)};
+    const EpClusterLaunch l = {.num_ctas = num_ctas,
+                               .is_resident = true,
+                               .params = gemm,
+                               .a = ep_map_a(gemm, k->tile_cols),
+                               .b = ep_map_b(gemm, k->tile_cols)};
     return l;
 }
 

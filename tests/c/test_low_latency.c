@@ -32,7 +32,7 @@ typedef struct {
     const LlCase *c;
     uint32_t buffer, num_tokens, num_groups, scale_line;
     uint64_t handle_words, rows_bytes;
-    int32_t *handle, *counts;
+    int32_t *handle, *counts, *tag, *row_tag;
     unsigned char *rows, *out;
     float *scales;
 } LlStep;
@@ -48,6 +48,9 @@ static LlStep ll_open(Rank *me, const LlCase *c, uint32_t buffer) {
     st.handle_words = ep_ll_handle(s).num_words;
     st.handle = (int32_t *)poisoned(4 * st.handle_words);
     st.counts = (int32_t *)poisoned(4ull * L);
+    st.tag = (int32_t *)poisoned(4ull * st.num_tokens);
+    st.row_tag = (int32_t *)poisoned(4ull * c->num_rows);
+    for (uint32_t t = 0; t < st.num_tokens; t++) st.tag[t] = tag_of(me->rank, t);
     st.rows_bytes = c->num_rows * (c->fp8 ? s->hidden : row_bytes(s));
     st.rows = (unsigned char *)poisoned(st.rows_bytes);
     st.out = (unsigned char *)poisoned(st.num_tokens * row_bytes(s));
@@ -57,8 +60,8 @@ static LlStep ll_open(Rank *me, const LlCase *c, uint32_t buffer) {
     return st;
 }
 static void ll_close(LlStep *st) {
-    void *all[] = {st->handle, st->counts, st->rows, st->out, st->scales};
-    for (size_t i = 0; i < 5; i++) free(all[i]);
+    void *all[] = {st->handle, st->counts, st->rows, st->out, st->scales, st->tag, st->row_tag};
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) free(all[i]);
 }
 
 /* A tensor of `num` lines; masked: of L matrices with num / L lines each. */
@@ -88,7 +91,9 @@ static int ll_dispatch(LlStep *st, uint32_t parts) {
              scales =
                  rows_tensor(c, st->scales, c->fp8 == EP_FP8_UE8M0 ? EP_I32 : EP_F32,
                              (uint64_t)(c->is_masked ? L : 1) * ep_ll_scale_lines(s, c->fp8), st->scale_line),
-             counts = tensor1(st->counts, EP_I32, L);
+             counts = tensor1(st->counts, EP_I32, L), tag = tensor1(st->tag, EP_I32, T),
+             row_tag = tensor1(st->row_tag, EP_I32, (int64_t)c->num_rows);
+    const bool has_room = s->num_topk < EP_MAX_TOPK;
     const EpLlDispatchArgs args = {.x = &x,
                                    .indices = &indices,
                                    .weight = c->base.has_weight ? &weight : NULL,
@@ -96,6 +101,8 @@ static int ll_dispatch(LlStep *st, uint32_t parts) {
                                    .rows = &rows,
                                    .scales = c->fp8 ? &scales : NULL,
                                    .counts = &counts,
+                                   .tag = has_room && has_tags(me) ? &tag : NULL,
+                                   .row_tag = has_room ? &row_tag : NULL,
                                    .is_masked = c->is_masked,
                                    .fp8 = c->fp8,
                                    .parts = parts};
@@ -131,6 +138,8 @@ static bool check_ll_dispatch(const LlStep *st) {
         if (origin < 0) continue;
         const uint32_t t = (uint32_t)origin % s->max_tokens;
         const void *x = c->base.x[(uint32_t)origin / s->max_tokens];
+        if (s->num_topk < EP_MAX_TOPK)
+            CHECK(me, st->row_tag[row] == tag_of((uint32_t)origin / s->max_tokens, t));
         if (!c->fp8) CHECK(me, memcmp(st->rows + row * bytes, (const char *)x + t * bytes, bytes) == 0);
         for (uint32_t g = 0; c->fp8 && g < st->num_groups; g++) {
             TRY(check_group(me, c, st->rows + row * H + 128ull * g, scale_of(st, row, g), x,

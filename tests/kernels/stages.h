@@ -45,12 +45,14 @@ struct Rank {
     unsigned char *x, *every_x, *y; /* every_x: one row per token */
     unsigned char *bias[EP_MAX_BIASES];
     float *weight, *scalar, *row_weight_in;
+    int32_t *tag; /* of each token; NULL on one rank */
 };
 /* The outputs of one round. */
 struct Out {
     int32_t *plan, *recv;
     unsigned char *rows, *sums;
     float *row_weight, *scalars;
+    int32_t *row_tag;
 };
 /* The memory of one backend: the CPU backend, or the kernels. */
 struct Buffers {
@@ -146,7 +148,8 @@ struct Problem {
                 (unsigned char *)poisoned(k.num_rows * layout.row_bytes),
                 (unsigned char *)poisoned(k.num_tokens * layout.row_bytes),
                 (float *)poisoned(4ull * k.num_rows),
-                (float *)poisoned(4 * pairs)};
+                (float *)poisoned(4 * pairs),
+                (int32_t *)poisoned(4ull * k.num_rows)};
     }
     explicit Problem(const Case *the_case) : c(the_case), layout(ep_comm_layout(&the_case->shape)) {
         const EpShape &s = c->shape;
@@ -165,6 +168,8 @@ struct Problem {
             k.y = (unsigned char *)shared(s.capacity * row_bytes);
             k.weight = (float *)shared(4 * T * K);
             k.scalar = (float *)shared(4ull * s.capacity);
+            if (r != 1) k.tag = (int32_t *)shared(4 * T);
+            for (uint64_t t = 0; t < T && k.tag; t++) k.tag[t] = (int32_t)(t / c->num_copies * 7919 + r - 3);
             k.row_weight_in = (float *)shared(4ull * s.capacity);
             for (uint64_t i = 0; i < T * K * ROUNDS; i++)
                 k.idx[i] = below(8) < c->drops ? -1 : (int64_t)below(below(2) ? s.num_experts : 2);
@@ -224,6 +229,8 @@ struct Problem {
         p.recv = o.recv;
         p.x = k.every_x;
         p.rows = o.rows;
+        p.tag = k.tag;
+        p.row_tag = o.row_tag;
         p.num_copies = 1;
         p.has_padding = c->padding.alignment != 0;
         p.num_rows = fewer ? (uint32_t)o.plan[EP_HEAD_NUM_ROWS] - 1 : k.num_rows;
@@ -350,4 +357,18 @@ static bool same_plan(const Problem &q, uint32_t r, uint32_t round, bool *has_pl
     return same("the tiles", r, round, a.plan + l.tile_expert_off, b.plan + l.tile_expert_off, tiles) &&
            same("the tiles' rows", r, round, a.plan + l.tile_row_off, b.plan + l.tile_row_off, tiles) && ok;
 }
+/* Compare the tags of the experts' rows of rank r; those of other rows are not defined. */
+static bool same_tags(const Problem &q, uint32_t r, uint32_t round) {
+    const EpShape &s = q.c->shape;
+    const Out &a = q.cpu.out[r][round], &b = q.gpu.out[r][round];
+    const EpPlanLayout l = ep_plan_layout(&s, q.c->num_tokens[r]);
+    bool ok = true;
+    for (uint32_t e = 0; e < ep_num_local_experts(&s); e++) {
+        const uint32_t first = (uint32_t)a.plan[l.expert_row_off + e];
+        const uint32_t num = ep_expert_rows(&s, a.plan + l.counts_off, r * ep_num_local_experts(&s) + e);
+        ok = same("the tags", r, round, a.row_tag + first, b.row_tag + first, 4ull * num) && ok;
+    }
+    return ok;
+}
+
 #endif /* STAGES_H */

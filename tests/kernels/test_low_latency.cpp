@@ -22,7 +22,7 @@ struct Calls {
 struct Results {
     unsigned char *rows, *sums;
     float *scales;
-    int32_t *handle, *counts;
+    int32_t *handle, *counts, *row_tag;
 };
 
 struct Test {
@@ -42,7 +42,9 @@ struct Test {
                     to = {(unsigned char *)poisoned(num_rows * q.layout.row_bytes),
                           (unsigned char *)poisoned(c->num_tokens[r] * q.layout.row_bytes),
                           (float *)poisoned(4 * slabs * (s.hidden / EP_FP8_GROUP) * scale_line),
-                          (int32_t *)poisoned(4 * ep_ll_handle(&s).num_words), (int32_t *)poisoned(4 * L)};
+                          (int32_t *)poisoned(4 * ep_ll_handle(&s).num_words),
+                          (int32_t *)poisoned(4 * L),
+                          (int32_t *)poisoned(4 * num_rows)};
     }
     EpLlDispatchParams dispatch(uint32_t backend, uint32_t r, uint32_t round, uint32_t parts) const {
         const Rank &k = q.rank[r];
@@ -52,6 +54,8 @@ struct Test {
         p.x = k.every_x;
         p.indices = k.idx + (uint64_t)round * k.num_tokens * q.c->shape.num_topk;
         p.weight = q.c->weighted ? k.weight : NULL;
+        p.tag = k.tag;
+        p.row_tag = q.c->shape.num_topk < EP_MAX_TOPK ? to.row_tag : NULL;
         p.handle = to.handle;
         p.rows = to.rows;
         p.scales = calls.fp8 ? (void *)to.scales : NULL;
@@ -117,6 +121,7 @@ static bool same_rows(const Test &t, uint32_t r, uint32_t round) {
         for (uint32_t i = 0; i < (uint32_t)a.counts[e]; i++) {
             const uint64_t row = ep_ll_row(&s, t.calls.is_masked, e, first, i);
             ok = same("a row", r, round, a.rows + row * num_bytes, b.rows + row * num_bytes, num_bytes) && ok;
+            ok = same("a tag", r, round, a.row_tag + row, b.row_tag + row, 4) && ok;
             for (uint64_t g = 0; g < lines; g++) {
                 const uint64_t line = t.calls.is_masked ? e * lines + g : g;
                 const uint64_t at = line * t.scale_line + (t.calls.is_masked ? i : row);

@@ -47,6 +47,7 @@ static bool check(const Case *c) {
             ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok;
             ok = same("the rows", r, i, a.rows, b.rows, q.rank[r].num_rows * q.layout.row_bytes) && ok;
             ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4ull * q.rank[r].num_rows) && ok;
+            ok = same_tags(q, r, i) && ok;
             ok = same("the sums", r, i, a.sums, b.sums, c->num_tokens[r] * q.layout.row_bytes) && ok;
             ok = same("the scalars", r, i, a.scalars, b.scalars,
                       4ull * c->num_tokens[r] * c->shape.num_topk) &&

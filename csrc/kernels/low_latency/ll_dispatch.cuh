@@ -33,10 +33,11 @@ EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
     }
 }
 
-/* For lane k: the weight of choice k of this rank's token. */
-EP_FN float my_weight(const EpLlDispatchParams &p, uint32_t token) {
+/* For lane k: the bits of the weight of choice k of this rank's token; for lane K its tag. */
+EP_FN uint32_t my_weight(const EpLlDispatchParams &p, uint32_t token) {
     const uint32_t K = p.comm.shape.num_topk;
-    return ep_lane() < K && p.weight ? p.weight[(uint64_t)token * K + ep_lane()] : 1.0f;
+    if (ep_lane() == K) return p.tag ? (uint32_t)p.tag[token] : 0;
+    return __float_as_uint(ep_lane() < K && p.weight ? p.weight[(uint64_t)token * K + ep_lane()] : 1.0f);
 }
 
 /* Write a piece of a token to the slots at the ranks in `ranks`, a bit for each. */
@@ -45,7 +46,7 @@ template <int DTYPE, bool FP8> EP_FN void send_piece(const EpLlDispatchParams &p
     const EpComm *c = &p.comm;
     if (ranks == 0) return;
     Piece<FP8> got = pack_input<DTYPE, FP8>(p, read_input(p, token, piece));
-    if (piece == 0) got.weight = __float_as_uint(my_weight(p, token));
+    if (piece == 0) got.weight = my_weight(p, token);
     for (uint32_t left = ranks; left; left &= left - 1) {
         unsigned char *to = ep_ll_slot(c, (uint32_t)__ffs((int)left) - 1, c->my_rank, token, epoch);
         put_piece<FP8>(c, Place{to, piece, piece == 0}, got);
@@ -99,7 +100,8 @@ template <bool FP8> EP_FN void place_piece(const EpLlDispatchParams &p, uint32_t
  * rank, `input` is the piece. For another token, the warp waits until the piece is in the slot, loads it and
  * empties its place. If that wait fails (the world has ended, or a timeout), the warp fills its piece of the
  * rows with NaN. The handle is the tensor that dispatch leaves for combine. The warp of the first piece
- * stores in it, for each choice at this rank, the index of the row and the weight. */
+ * stores in it, for each choice at this rank, the index of the row and the weight; and the tags of the
+ * rows. */
 template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, const Routes &m, Token at,
                                                 uint32_t piece, const Input &input, uint64_t epoch) {
     const EpComm *c = &p.comm;
@@ -121,7 +123,7 @@ template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, con
     const Place from = {ep_ll_slot(c, c->my_rank, at.source, at.token, epoch), piece, piece == 0};
     Piece<FP8> got[1] = {};
     if (mask && own) got[0] = pack_input<DTYPE, FP8>(p, input);
-    if (piece == 0) got[0].weight = __float_as_uint(own ? my_weight(p, at.token) : 1.0f);
+    if (piece == 0) got[0].weight = own ? my_weight(p, at.token) : __float_as_uint(1.0f);
     if (mask && !own)
         take_pieces<FP8>(
             c, EP_OP_LL_DISPATCH, 1, [&](uint32_t) { return from; }, [&](uint32_t) { return at.source; },
@@ -130,6 +132,10 @@ template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, con
         const uint64_t choice = ep_ll_choices_at(&s, at.source, at.token) + ep_lane();
         p.handle[h.rows_off + choice] = is_mine ? (int32_t)row : ep_ll_row_elsewhere(&s, own, route);
         ((uint32_t *)p.handle)[h.weights_off + choice] = got[0].weight;
+    }
+    if (piece == 0 && p.row_tag) {
+        const int32_t tag = (int32_t)__shfl_sync(EP_FULL, got[0].weight, (int)K);
+        if (mask >> ep_lane() & 1u) p.row_tag[row] = tag;
     }
     if (own && piece == 0 && ep_lane() == 0) p.handle[h.targets_off + at.token] = (int32_t)targets;
     if (mask) place_piece<FP8>(p, piece, got[0], mask, row, scales);

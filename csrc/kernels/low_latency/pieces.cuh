@@ -104,7 +104,8 @@ EP_FN void add_quantized(float (&acc)[8], uint2 v, float scale) {
 /* ---- a piece of a row on its way ---- */
 
 /* What a lane has of a piece. FP8: 8 e4m3 numbers for each unit, and the bits of their scale; else 16 bytes.
- * weight: the bits of the weight of choice ep_lane(), in the first piece of a slot of dispatch. */
+ * weight: in the first piece of a slot of dispatch the bits of the weight of choice ep_lane(), and in lane K
+ * the tag. */
 template <bool FP8> struct Piece {
     typedef typename std::conditional<FP8, uint2, uint4>::type Unit;
     Unit v[EP_PIECE_PARTS];
@@ -180,7 +181,7 @@ template <bool FP8, typename F> EP_FN void for_words(const EpComm *c, Place at, 
         f((Unit *)at.slot + unit, piece.v[u]);
         if (FP8 && unit % 16 == 0) f((uint32_t *)(at.slot + ep_ll_scales_at(c)) + unit / 16, piece.scale[u]);
     }
-    if (at.has_weights && ep_lane() < c->shape.num_topk)
+    if (at.has_weights && ep_lane() < ep_ll_num_weight_words(&c->shape))
         f((uint32_t *)(at.slot + ep_ll_weights_at(c)) + ep_lane(), piece.weight);
 }
 template <bool FP8> EP_FN void put_piece(const EpComm *c, Place at, Piece<FP8> piece) {

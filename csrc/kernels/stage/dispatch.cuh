@@ -46,7 +46,8 @@ EP_FN uint32_t tokens_to_send(const EpDispatchParams &p, uint32_t r, uint32_t fi
 }
 
 /* The trailer of a slot (slot.h), spread over a warp. head: lane i has word i, so lane EP_TRAILER_TOKEN has
- * the token and lane EP_TRAILER_RETURN_SLOT the return slot. row, weight: lane k has those of choice k. */
+ * the token, lane EP_TRAILER_RETURN_SLOT the return slot, and lane EP_TRAILER_TAG the tag. row, weight: lane
+ * k has those of choice k. */
 typedef struct {
     int32_t head, row;
     float weight;
@@ -60,6 +61,7 @@ EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t)
     w.head = ep_lane() == EP_TRAILER_RETURN_SLOT
                  ? p.plan[p.layout.token_slot_off + (uint64_t)t * p.comm.shape.num_ranks + r]
                  : (int32_t)t;
+    if (ep_lane() == EP_TRAILER_TAG) w.head = p.tag ? p.tag[t / p.num_copies] : 0;
     w.weight = p.weight && ep_lane() < K ? p.weight[(uint64_t)t * K + ep_lane()] : 0;
     return w;
 }
@@ -255,6 +257,12 @@ EP_FN void record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
     if (ep_lane() < K && w.row >= 0 && p.row_weight) p.row_weight[w.row] = w.weight;
 }
 
+/* Store the tag of a slot for its rows. w.row is checked. */
+EP_FN void record_tag(const EpDispatchParams &p, SlotWords w) {
+    const int32_t tag = __shfl_sync(EP_FULL, w.head, EP_TRAILER_TAG);
+    if (ep_lane() < p.comm.shape.num_topk && w.row >= 0) p.row_tag[w.row] = tag;
+}
+
 /* With `wait`: wait until the chunk has arrived; false if the wait failed. Without: poll once. */
 template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32_t op, EpTask task, E epoch,
                                                bool wait) {
@@ -290,6 +298,8 @@ EP_FN WordsOf<FUSED, S> receive_part(const EpDispatchParams &p, const S &scales,
         const int32_t row = words.row = checked_row(p, words.row);
         w.put_current_row(i, row);
         if (part.vec == 0) record_slot(p, r, words);
+        if constexpr (!FUSED)
+            if (part.vec == 0 && p.row_tag) record_tag(p, words);
         *my_dst = (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * c->layout.row_bytes;
         *mask = __ballot_sync(EP_FULL, ep_lane() < K && row >= 0);
         if constexpr (HAS_SCALES<S>)
