@@ -85,14 +85,14 @@ bool test_ll_smem_bytes(void) {
     return true;
 }
 
-/* A slot has room for the row, the token, the return slot, and a row and a weight for each choice. Slots
- * begin on a line of 128 bytes. So here one word more would double the staging buffer. */
+/* A slot has room for the row, the token, the return slot, the tag, and a row and a weight for each choice.
+ * Slots begin on a line of 128 bytes. So here one choice more doubles the staging buffer. */
 bool test_slot_bytes(void) {
-    EpShape s = {.num_ranks = 2, .num_experts = 16, .num_topk = 7, .max_tokens = 4, .hidden = 16};
+    EpShape s = {.num_ranks = 2, .num_experts = 16, .num_topk = 6, .max_tokens = 4, .hidden = 16};
     s.dtype = EP_F32;
     s.capacity = 8;
-    CHECK(NULL, ep_comm_layout(&s).slot_stride == 64 + 4 * (2 + 7 + 7));
-    s.num_topk = 8;
+    CHECK(NULL, 64 + 4 * (3 + 6 + 6) <= 128 && ep_comm_layout(&s).slot_stride == 128);
+    s.num_topk = 7;
     CHECK(NULL, ep_comm_layout(&s).slot_stride == 256);
     return true;
 }
