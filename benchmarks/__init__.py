@@ -22,9 +22,10 @@
     nodes.py     dispatch and combine over several nodes: the ranks of this machine, cut into nodes
     scale.py     traffic and time over several nodes, computed from rates by epmoe/moe/cost_model.py
 
-    torch_nccl.py  deep_ep.py  deep_ep_low_latency.py  unpermute_triton.py  w4_transformers.py   the peers
+    torch_nccl.py  deep_ep.py  deep_ep_v2.py  deep_ep_low_latency.py  unpermute_triton.py
+    w4_transformers.py                 the peers
     cli.py  progress.py                the command line and the ranks; the progress bar
-    run.py  shapes.py                  a rank's part; the shapes
+    run.py  shapes.py  routing.py      a rank's part; the shapes; which experts the tokens choose
     measure.py  check.py               how times are measured; how results are checked first
     w4.py                              the layers of layer_w4.py and decode_w4.py, and their checks
     report.py  plots.py  figures.py  w4_tables.py   tables and plots, from a file of figures

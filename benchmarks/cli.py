@@ -59,6 +59,18 @@ def numbers(text):
     return [positive(n) for n in text.split(",")]
 
 
+def skews(text):
+    """Return numbers of at least 1, each once."""
+    try:
+        found = [float(n) for n in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(1 <= n < float("inf") for n in found):
+        raise argparse.ArgumentTypeError(f"{text}: must be numbers of at least 1: the rows of the fullest "
+                                         f"rank over the mean")
+    return list(dict.fromkeys(found))
+
+
 def new_file(text):
     """Check before the measurements that the file can be written."""
     if not os.access(Path(text).absolute().parent, os.W_OK):
@@ -86,6 +98,9 @@ def parse(argv):
                             "transformers")
         s.add_argument("--tokens", type=numbers, metavar="T,T,...",
                        help="decode: the numbers of tokens of a rank to measure")
+        s.add_argument("--skew", type=skews, metavar="S,S,...",
+                       help="a2a, layer, train, decode: measure also routings whose fullest rank has S times "
+                            "the mean number of rows, and their time over that of the uniform routing")
         s.add_argument("--local-ranks", type=positive, metavar="L",
                        help="nodes: the ranks of a node (default: half of the ranks)")
         s.add_argument("--fp8", action="store_true",
@@ -115,6 +130,10 @@ def parse(argv):
         p.error(f"--num-sm: leave it out for {options.bench}, which moves no tokens between ranks")
     if options.bench not in ("decode", "all") and options.tokens:
         p.error("--tokens: only decode takes it")
+    if options.bench not in ("a2a", "layer", "train", "decode", "all") and options.skew:
+        p.error("--skew: only a2a, layer, train and decode take it")
+    if options.w4 and options.skew:
+        p.error("--skew: leave it out with --w4")
     if options.bench not in ("nodes", "all") and options.local_ranks:
         p.error("--local-ranks: only nodes takes it")
     if options.bench not in OF_FP8 and options.fp8:

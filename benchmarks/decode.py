@@ -39,8 +39,8 @@ def jobs(run):
         run.say("several ranks share a GPU: flags and rows go through its L2, not over links; T <= 128")
         tokens = [t for t in tokens if t <= 128]  # the memory of one GPU
     tokens = run.options.tokens or tokens
-    return [(f"{shape.name}, T {t}", functools.partial(measure, run, shape.with_tokens(t)))
-            for shape in shapes(run) for t in tokens]
+    found = run.with_skews([shape.with_tokens(t) for shape in shapes(run) for t in tokens])
+    return [(f"{shape.label}, T {shape.tokens}", functools.partial(measure, run, shape)) for shape in found]
 
 
 def shapes(run):
@@ -120,10 +120,7 @@ def record(run, shape, impl, ms, over=None):
         if theirs:
             ratios[peer] = round(ms[same] / theirs[same], 4)
     more = {f"{name}_ms": round(t, 5) for name, t in ms.items()}
-    if ratios:
-        more |= {"ratios": ratios}
-        text += "".join(f"  {r:.2f} {peer}" for peer, r in ratios.items())
-    run.record("decode", shape, impl, ms[kind], rate=text, **more)
+    run.record("decode", shape, impl, ms[kind], rate=text, ratios=ratios, **more)
 
 
 def measure_torch(run, shape, of):
@@ -152,7 +149,7 @@ def measure_deep_ep(run, shape, of):
         return {}
     peer, error = deep_ep_low_latency.load(run, shape, of.inputs)
     if peer is None:
-        run.say(f"no low-latency kernels of DeepEP: {error}"[:100])
+        run.leave_out("DeepEP", shape, error, ", low-latency kernels")
         return {}
     run.agree(deep_ep_error(peer, of))
     found = {name: times(run, fn) for name, fn in peer.calls(of.y).items()}

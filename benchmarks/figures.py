@@ -12,7 +12,7 @@ from pathlib import Path
 STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
 BENCHES = ("a2a", "sm", "tokens", "layer", "growth", "ablation", "gemm", "decode")
 RUN = ("cuda", "torch", "date", "commit")
-KEY = ("bench", "shape", "tokens", "impl", "num_sm")  # a file has no two rows that agree in all of these
+KEY = ("bench", "shape", "tokens", "impl", "num_sm", "skew")  # no two rows of a file agree in all of these
 
 
 def text_of(figures):
@@ -23,17 +23,21 @@ def text_of(figures):
     return f"{{\n{''.join(head)} \"rows\": [\n{rows}\n ]\n}}\n"
 
 
+def key_of(row):
+    return tuple(map(row.get, KEY))
+
+
 def merged(before, figures):
     """Return the figures of a file with those of a new run on the same machine.
 
     A new row takes the place of the row with its KEY. If no row stays, the result is the new run alone.
     """
     own = {field: figures[field] for field in RUN if figures[field] != before[field]}
-    new = {tuple(map(row.get, KEY)): row | own for row in figures["rows"]}
-    stay = [row for row in before["rows"] if tuple(map(row.get, KEY)) not in new]
+    new = {key_of(row): row | own for row in figures["rows"]}
+    stay = [row for row in before["rows"] if key_of(row) not in new]
     if not stay:
         return figures
-    rows = [new.pop(tuple(map(row.get, KEY)), row) for row in before["rows"]]
+    rows = [new.pop(key_of(row), row) for row in before["rows"]]
     return before | {"rows": [*rows, *new.values()]}
 
 
@@ -81,7 +85,10 @@ class Figures:
         self.result, self.recorded, self.one_gpu = map(json.loads, texts)
         # Each plot carries this digest of its figures.
         self.digest = hashlib.sha256("".join(texts[:2]).encode()).hexdigest()[:16]
-        self.rows, self.recorded_rows = self.result["rows"], self.recorded.get("rows", [])
+        # Tables and plots are of uniform routings, but for that of skewed ones.
+        self.rows, self.skewed = ([r for r in self.result["rows"] if (r.get("skew") is not None) == is_skewed]
+                                  for is_skewed in (False, True))
+        self.recorded_rows = self.recorded.get("rows", [])
 
     def plot_path(self, plot):
         return self.plots / plot_name(self, plot)

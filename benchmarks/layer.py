@@ -4,7 +4,8 @@
 - The fused kernels with a capacity.  Without one, the host reads the number of rows between the plan and the
   first kernel.
 - The same layer over each peer's all-to-alls, with torch's GEMMs.
-- torch's two GEMMs alone on the same rows, and each fused kernel compared with the GEMM in it.
+- torch's two GEMMs alone on the same rows, and epmoe's, with the activation ("own GEMMs"); and each fused
+  kernel compared with the GEMM in it.
 
 All alternate, so that each meets the GPU in the same state.
 """
@@ -26,13 +27,13 @@ DECODE = {"cuda": (128, 1024), "cpu": (16,)}  # tokens of a rank in decoding
 
 def torch_linear(x, weight, offsets):
     """Multiply without epmoe's kernels: torch's grouped GEMM on a GPU, one GEMM per expert on the CPU."""
-    if x.device.type == "cuda":
+    if x.device.type == "cuda" and len(x):  # in a skewed routing a rank may have no rows
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets[1:])
     return epmoe.grouped_gemm(x, weight, offsets=offsets)
 
 
 def jobs(run):
-    return [(shape.name, functools.partial(measure, run, shape)) for shape in shapes(run)]
+    return [(shape.label, functools.partial(measure, run, shape)) for shape in run.with_skews(shapes(run))]
 
 
 def shapes(run):
@@ -121,7 +122,7 @@ class Layer:
         self.run.agree("" if torch.equal(y, again) else "fused and unfused results differ in their bits")
 
     def parts(self):
-        """Return {name: function to time} of the two fused kernels and of torch's GEMMs on the same rows."""
+        """Return {name: function to time} of the two fused kernels and of the GEMMs on the same rows."""
         x, idx, weight = self.inputs
         rows, row_weight, layout = self.op.dispatch(x, idx, weight)
         offsets = layout.expert_offsets
@@ -131,6 +132,9 @@ class Layer:
         return {
             "gate and up": lambda: torch_linear(rows, gate_up, offsets),
             "down": lambda: torch_linear(inner, down, offsets),
+            "own gate and up": lambda: epmoe.grouped_gemm(rows, gate_up, offsets=offsets,
+                                                          activation=activation),
+            "own down": lambda: epmoe.grouped_gemm(inner, down, offsets=offsets),
             "dispatch + gemm": lambda: self.op.mega_dispatch_group_gemm(
                 x, layout=layout, weight=weight, gemm_weight=gate_up, activation=activation),
             "gemm + combine": lambda: self.op.mega_group_gemm_combine(inner, down, layout, row_weight)}
@@ -154,18 +158,24 @@ def measure(run, shape):
                 run.agree(sums_error(layer.over(peer), h, layer.torch_peer, slack=2.0))
                 fns[f"DeepEP layer, {num_sm} SMs"] = functools.partial(layer.over, peer)
         ours = {"GEMMs alone": lambda: (parts["gate and up"](), parts["down"]()),
+                "own GEMMs": lambda: (parts["own gate and up"](), parts["own down"]()),
                 "one after the other": layer.unfused, "fused": layer,
                 "with a capacity": functools.partial(ahead, *layer.inputs)}
         ms = alternate(run, **fns, **parts, **ours)
         for name in fns:
             record_layer(run, "layer", shape, name, ms[name])
         record_layer(run, "layer", shape, "GEMMs alone", ms["GEMMs alone"])
+        record_layer(run, "layer", shape, "epmoe GEMMs alone", ms["own GEMMs"],
+                     {"GEMMs": ms["GEMMs alone"]})
         deep_ep = [ms[name] for name in fns if name.startswith("DeepEP")]
-        over = {"GEMMs": ms["GEMMs alone"], "torch": ms["torch layer"],
+        over = {"GEMMs": ms["GEMMs alone"], "own GEMMs": ms["own GEMMs"], "torch": ms["torch layer"],
                 **({"DeepEP": min(deep_ep)} if deep_ep else {})}
         record_layer(run, "layer", shape, "epmoe layer, one after the other", ms["one after the other"], over)
         record_layer(run, "layer", shape, "epmoe layer", ms["fused"], over)
         record_layer(run, "layer", shape, "epmoe layer with a capacity", ms["with a capacity"], over)
         for kernel, product in (("dispatch + gemm", "gate and up"), ("gemm + combine", "down")):
+            own = ms[f"own {product}"]
             run.record("layer", shape, f"torch {product} alone", ms[product])
-            run.record("layer", shape, f"epmoe {kernel}", ms[kernel], over={f"{product} alone": ms[product]})
+            run.record("layer", shape, f"epmoe {product} alone", own, over={"torch": ms[product]})
+            run.record("layer", shape, f"epmoe {kernel}", ms[kernel],
+                       over={f"{product} alone": ms[product], f"own {product}": own})

@@ -42,7 +42,7 @@ def jobs(run):
         found.append(shape)
         if shape.name.startswith("dsv3"):  # also with the tokens of a decoding rank
             found += [replace(shape, name=f"{shape.name} T={t}", tokens=t) for t in DECODE[run.device.type]]
-    return [(shape.name, functools.partial(measure, run, shape)) for shape in found]
+    return [(shape.label, functools.partial(measure, run, shape)) for shape in run.with_skews(found)]
 
 
 class Pair:
@@ -163,13 +163,15 @@ def measure(run, shape):
     normal = pair.errors()
     parts = pair.parts()
     args = pair.x, pair.idx, pair.weight
+    own = {"GEMMs alone": lambda: (parts["gate and up"](), parts["down"]())}
     ms = alternate(run, plain=lambda: pair.plain(*args), unfused=pair.unfused, fp8=lambda: pair.fp8(*args),
-                   unfused_fp8=pair.unfused_fp8, **parts)
+                   unfused_fp8=pair.unfused_fp8, **own, **parts)
     record_layer(run, "layer", shape, "epmoe 16 bits", ms["plain"])
     record_layer(run, "layer", shape, "epmoe 16 bits, one after the other", ms["unfused"])
+    record_layer(run, "layer", shape, "FP8: GEMMs alone", ms["GEMMs alone"])
     record_layer(run, "layer", shape, "epmoe FP8", ms["fp8"],
                  {"16 bits": ms["plain"], "16 bits one after the other": ms["unfused"],
-                  "one after the other": ms["unfused_fp8"]})
+                  "one after the other": ms["unfused_fp8"], "own GEMMs": ms["GEMMs alone"]})
     record_layer(run, "layer", shape, "epmoe FP8, one after the other", ms["unfused_fp8"])
     for name in parts:
         run.record("layer", shape, f"FP8: {name}" if "bits" not in name else name, ms[name],

@@ -21,11 +21,19 @@ from . import plots, w4_tables
 from .figures import STAGES, Figures, plot_name, runs_of
 from .shapes import KNOWN_SHAPES
 
+OWN_GEMMS = "epmoe GEMMs alone"
+# What the table of skewed routings has, for each shape: {bench: implementations}.
+SKEWED = {"a2a": ("epmoe plan + dispatch", "epmoe combine"), "layer": ("epmoe layer", "torch layer"),
+          "train": ("epmoe both", "torch both"), "decode": ("epmoe pair", "epmoe layer")}
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 W4_TEXT = ("`EPMoE` with weights of 4 bits beside bf16 and FP8. The results in MXFP4 and INT4 have the bits "
            "of those in bf16 with the dequantised weights. `grouped_mm` is what transformers computes after "
            "it has dequantised the weights to bf16, without communication. The speed is that of the weights "
            "of experts that get tokens, in the time of the whole layer.")
+OWN_TEXT = ("\"Own GEMMs alone\" are epmoe's two grouped GEMMs on the same rows, the first with the "
+            "activation.")
+SKEW_TEXT = ("The skew of a routing is the number of rows of its fullest rank over the mean of all ranks. "
+             "Each cell has a time, and this time over that of uniform routing in the same run.")
 PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up",
             "wgrad of down")
 
@@ -80,10 +88,10 @@ def layer_table(figures):
     rows = []
     for shape in figures.shapes("layer"):
         row = figures.find("layer", "epmoe layer", shape=shape)[0]
-        gemms = figures.ms("layer", "GEMMs alone", shape=shape)
+        gemms, own = (figures.ms("layer", impl, shape=shape) for impl in ("GEMMs alone", OWN_GEMMS))
         stages = figures.ms("layer", "epmoe layer, one after the other", shape=shape)
         theirs, same_run = figures.deep_ep("layer", "layer", shape=shape)
-        over = [_over(row["ms"], gemms), _over(stages, gemms) if stages else "",
+        over = [_over(row["ms"], gemms), _over(row["ms"], own), _over(stages, gemms) if stages else "",
                 _over(row["ms"], figures.ms("layer", "torch layer", shape=shape)),
                 _over(row["ms"], theirs, "" if same_run else "*")]
         for kernel, product in (("dispatch + gemm", "gate and up"), ("gemm + combine", "down")):
@@ -92,8 +100,9 @@ def layer_table(figures):
             over.append(_over(*ms) if None not in ms else "")
         rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms",
                      f"{row['tflops']:.0f}" if figures.is_gpu else "", *over])
-    head = ["shape", "T", "whole layer", "TFLOP/s per GPU", "over GEMMs alone", "unfused: over GEMMs alone",
-            "over torch", "over DeepEP", "dispatch + gemm over gate and up", "gemm + combine over down"]
+    head = ["shape", "T", "whole layer", "TFLOP/s per GPU", "over GEMMs alone", "over own GEMMs alone",
+            "unfused: over GEMMs alone", "over torch", "over DeepEP", "dispatch + gemm over gate and up",
+            "gemm + combine over down"]
     return markdown(head, rows)
 
 
@@ -122,7 +131,7 @@ def train_table(rows):
     """A training step of `python -m benchmarks train`, one row for each shape."""
     by_shape = {}
     for r in rows:
-        if r["bench"] == "train":
+        if r["bench"] == "train" and r.get("skew") is None:
             by_shape.setdefault(r["shape"], {})[r["impl"]] = r
     lines = []
     for shape, of in by_shape.items():
@@ -161,6 +170,26 @@ def low_latency_table(figures):
             "its two GEMMs alone", "layer over GEMMs", "dispatch + combine over torch",
             "dispatch + combine over DeepEP"]
     return markdown(head, rows)
+
+
+def skew_table(figures):
+    """Skewed routings, one row for each implementation and shape: milliseconds, and over uniform routing."""
+    skews = sorted({r["skew"] for r in figures.skewed})
+    rows = []
+    for bench, impls in SKEWED.items():
+        found = [r for r in figures.skewed if r["bench"] == bench]
+        for shape, tokens in dict.fromkeys((r["shape"], r["tokens"]) for r in found):
+            for impl in impls:
+                at = {"shape": shape, "tokens": tokens, "impl": impl}
+                of = {r["skew"]: r for r in found if at.items() <= r.items()}
+                if not of:
+                    continue
+                uniform = figures.ms(bench, impl, shape=shape, tokens=tokens)
+                cells = [f"{of[s]['ms']:.3f} ms, {of[s]['ratios']['uniform']:.2f}" if s in of else ""
+                         for s in skews]
+                rows.append([f"`{bench}`: {impl}", shape, str(tokens),
+                             f"{uniform:.3f} ms" if uniform else "", *cells])
+    return markdown(["", "shape", "T", "uniform", *(f"skew {s:g}" for s in skews)], rows) if rows else []
 
 
 def worklog_table(figures):
@@ -289,6 +318,7 @@ def block(figures, plots, folder):
                   "Forward. \"GEMMs alone\" are torch's two grouped GEMMs on the same rows, measured "
                   "alternately with the layer. \"Unfused\" is epmoe",
                   "with `fused=False`: dispatch, GEMM, GEMM and combine as separate kernels.", "",
+                  *([] if not figures.find("layer", OWN_GEMMS) else [OWN_TEXT, ""]),
                   *layer_table(figures)]
     lines += images(figures, plots, folder, "layers", "growth")
     for title, run in (("Training step", figures.result), ("Training step of one rank", figures.one_gpu)):
@@ -303,6 +333,8 @@ def block(figures, plots, folder):
                   "`LowLatencyAll2All`, calls among many in a CUDA graph, and a layer of dispatch, two",
                   "grouped GEMMs and combine.", "", *low_latency_table(figures),
                   *images(figures, plots, folder, "decode")]
+    if of_skews := skew_table(figures):
+        lines += ["", "### Skewed routing", "", *_wrapped([SKEW_TEXT]), "", *of_skews]
     if of_4_bits := w4_tables.tables(figures.rows):
         lines += ["", "### Experts of 4 bits", "", *_wrapped([W4_TEXT])]
         for one in of_4_bits:

@@ -1,5 +1,6 @@
 """Run: one rank's part of a benchmark: device, inputs, peers, and the rows of the table and the file."""
 
+import dataclasses
 import datetime
 import os
 import subprocess
@@ -10,12 +11,13 @@ import torch.distributed as dist
 
 import epmoe
 
-from . import deep_ep, figures
+from . import deep_ep, deep_ep_v2, figures, routing
 from .measure import slowest, timed
 from .progress import Progress
 from .shapes import KNOWN_SHAPES, SHAPES
 from .torch_nccl import TorchAllToAll
 
+WIDTH, INDENT = 100, 63  # of a line, and of one that goes on with the ratios of the line before
 CPU_NOTE = "CPU figures of small shapes: they show that it works, and say nothing about GPUs"
 
 
@@ -51,7 +53,9 @@ class Run:
         self.world = epmoe.World.of(None)
         self.cpu_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.deep_ep, self.no_deep_ep = deep_ep.load(self.cpu_group, self.device)
+        self.deep_ep_v2, self.no_deep_ep_v2 = deep_ep_v2.load(self.cpu_group)
         self.rows, self.said, self.bar = [], None, None
+        self.left_out = {}  # shape -> {peer: why it is not measured}
 
     def say(self, *text):
         if self.rank == 0:
@@ -63,8 +67,13 @@ class Run:
         self.say(f"{self.size} ranks on {machine}, torch {torch.__version__}, epmoe {epmoe.__version__}")
         if not self.on_gpu:
             self.say(CPU_NOTE + ".")
-        deep_ep = ", DeepEP" if self.deep_ep else f"; no DeepEP: {self.no_deep_ep}"
-        self.say(f"peers: torch over {'NCCL' if self.on_gpu else 'gloo'}{deep_ep}"[:100])
+        peers = f"peers: torch over {'NCCL' if self.on_gpu else 'gloo'}"
+        peers += (", DeepEP" if self.deep_ep else "") + (", DeepEP V2" if self.deep_ep_v2 else "")
+        missing = [] if self.deep_ep else [f"no DeepEP: {self.no_deep_ep}"]
+        if not self.deep_ep_v2 and self.no_deep_ep_v2 != self.no_deep_ep:
+            missing.append(f"no DeepEP V2: {self.no_deep_ep_v2}")
+        for line in ("; ".join([peers, *missing[:1]]), *missing[1:]):
+            self.say(line[:WIDTH])
         self.say("columns: median of the slowest rank; bytes across links, or work, per second; ratios")
         self.head = {"machine": f"{self.size} x {gpu}" if gpu else "CPU", "gpus": self.size if gpu else 0,
                      "ranks": self.size,
@@ -100,15 +109,30 @@ class Run:
                          f"ranks")
         return [s for s in found if s.experts % self.size == 0]
 
-    def inputs(self, shape):
-        """Return x [T, H], idx [T, K] (K distinct experts, uniform), weight [T, K] (sums of 1).
+    def with_skews(self, shapes):
+        """Return the shapes, each followed by itself with each skew of --skew that its ranks can have."""
+        found = []
+        for shape in shapes:
+            found.append(shape)
+            most = routing.most_skew(shape, self.size)
+            for skew in self.options.skew or ():
+                if skew <= most:
+                    found.append(dataclasses.replace(shape, skew=skew))
+                else:
+                    self.say(f"skipped: {shape.name} with skew {skew:g}, because {self.size} ranks and "
+                             f"{shape.topk} choices of {shape.experts} experts allow at most {most:g}")
+        return found
 
-    Each rank has its own seed.
-    """
+    def inputs(self, shape):
+        """Return x [T, H], idx [T, K] (K distinct experts), weight [T, K] (sums of 1).
+
+        Each rank has its own seed.  idx is uniform, or this rank's part of a skewed routing.
+        """
         g = torch.Generator(self.device).manual_seed(1000 + self.rank)
         dtype = torch.bfloat16 if self.on_gpu else torch.float32
-        idx = torch.rand(shape.tokens, shape.experts, device=self.device,
-                         generator=g).topk(shape.topk).indices
+        idx = routing.uniform(shape.tokens, shape.experts, shape.topk, g)
+        if shape.skew is not None:
+            idx = routing.skewed(shape, self.size, shape.skew)[self.rank].to(self.device)
         x = torch.randn(shape.tokens, shape.hidden, device=self.device, generator=g).to(dtype)
         weight = torch.rand(shape.tokens, shape.topk, device=self.device, generator=g)
         return x, idx, weight / weight.sum(1, keepdim=True)
@@ -122,17 +146,35 @@ class Run:
         return TorchAllToAll(*inputs, shape.experts, self.size)
 
     def deep_ep_peer(self, shape, inputs, num_sm):
-        """Return the peer, or None on all ranks and say why, if DeepEP refuses the shape.  Collective."""
+        """Return the peer, or None on all ranks, if DeepEP refuses the shape.  Collective."""
+        return self.peer("DeepEP", shape, f" with {num_sm} SMs", lambda: deep_ep.DeepEP(
+            self.deep_ep, *inputs, shape.experts, self.size, num_sm))
+
+    def deep_ep_v2_peer(self, shape, inputs):
+        """Return the peer, or None on all ranks, if DeepEP V2 refuses the shape.  Collective."""
+        return self.peer("V2", shape, "", lambda: deep_ep_v2.DeepEPV2(self.deep_ep_v2, *inputs,
+                                                                      shape.experts))
+
+    def peer(self, name, shape, which, make):
+        """Return the peer of make() after a dispatch and a combine, or None on all ranks.  Collective.
+
+        If a rank could not make it or call it, the peer is left out of the shape's rows: see leave_out.
+        """
         peer, error = None, "another rank could not call it"
         try:
-            peer = deep_ep.DeepEP(self.deep_ep, *inputs, shape.experts, self.size, num_sm)
+            peer = make()
             peer.combine(peer.dispatch())
         except Exception as e:  # an assertion about the number of experts of a rank, for example
             peer, error = None, f"{type(e).__name__}: {e}".strip().split("\n")[0]
         if slowest(self.cpu_group, float(peer is None)):
-            self.say(f"no DeepEP for {shape.name} with {num_sm} SMs: {error}"[:100])
+            self.leave_out(name, shape, error, which)
             return None
         return peer
+
+    def leave_out(self, peer, shape, reason, which=""):
+        """Say why a peer is not measured.  The shape's rows that are compared with others have it, too."""
+        self.say(f"no {peer} for {shape.label}{which}: {reason}"[:WIDTH])
+        self.left_out.setdefault(shape, {})[peer] = reason
 
     def agree(self, error):
         """Raise on all ranks if any has found an error, so that none waits for it.  Collective."""
@@ -159,15 +201,16 @@ class Run:
             self.said = bench
             self.say(f"\n{bench}: {text}")
 
-    def record(self, bench, shape, impl, ms=None, wire_bytes=None, over=None, rate="", **more):
+    def record(self, bench, shape, impl, ms=None, wire_bytes=None, over=None, rate="", ratios=None, **more):
         """Add a row to the table and the file.
 
         ms is in milliseconds.  wire_bytes: bytes across the links, for GB/s.  over: {peer: its ms}, for the
-        ratios.
-            rate:
-        shown instead of GB/s.  more: written to the file only.
+        ratios, which are in `ratios` where they are known already.  rate: shown instead of GB/s.  more:
+        written to the file only.  With a skew, the time over that of the uniform routing is a ratio, too.
         """
         row = {"bench": bench, "shape": shape.name, "tokens": shape.tokens, "impl": impl}
+        if shape.skew is not None:
+            row["skew"] = shape.skew
         if ms is not None:
             row["ms"] = round(ms, 5)
         if wire_bytes:
@@ -175,7 +218,13 @@ class Run:
         if ms is not None and wire_bytes:
             row["wire_gbps"] = round(wire_bytes / ms / 1e6, 1)
             rate = rate or f"{row['wire_gbps']:.1f} GB/s"
-        ratios = {name: round(ms / theirs, 4) for name, theirs in (over or {}).items()}
+        ratios = dict(ratios or {name: round(ms / theirs, 4) for name, theirs in (over or {}).items()})
+        left_out = {name: why for name, why in self.left_out.get(shape, {}).items() if name not in ratios}
+        if ratios and left_out:
+            row["left_out"] = left_out
+        if shape.skew is not None and ms is not None:
+            key = figures.key_of(row | more | {"skew": None})
+            ratios |= {"uniform": round(ms / r["ms"], 4) for r in self.rows if figures.key_of(r) == key}
         if ratios:
             row["ratio_to"], row["ratio"] = next(iter(ratios.items()))
             row["ratios"] = ratios
@@ -184,11 +233,16 @@ class Run:
         workers = f", {more['num_sm']} {kind}" if bench == "sm" else ""
         if self.said != (bench, shape, workers):
             self.said = bench, shape, workers
-            self.say(f"{shape.name}: T {shape.tokens}, H {shape.hidden}, I {shape.inner}, E "
+            self.say(f"{shape.label}: T {shape.tokens}, H {shape.hidden}, I {shape.inner}, E "
                      f"{shape.experts}, K {shape.topk}{workers}")
         times = "" if ms is None else f"{ms:9.4f} ms"
-        text = ", ".join(f"{ratio_text(r)} {name}" for name, r in ratios.items())
-        self.say(f"  {impl:32} {times:12} {rate:>13}  {text}".rstrip())
+        line = f"  {impl:32} {times:12} {rate:>13}  "
+        for text in (f"{ratio_text(r)} {name}" for name, r in ratios.items()):
+            if line[-2:] != "  " and len(line) + len(", ") + len(text) > WIDTH:
+                self.say(line + ",")
+                line = " " * INDENT
+            line += ("" if line.endswith("  ") else ", ") + text
+        self.say(line.rstrip())
 
     def save(self):
         if self.options.json and self.rank == 0:

@@ -7,9 +7,18 @@ from epmoe.moe import cost_model
 
 @dataclass(frozen=True)
 class Shape(cost_model.Shape):
-    """T tokens per rank, H hidden, I inner, E experts of all ranks, K choices per token, and a name."""
+    """T tokens per rank, H hidden, I inner, E experts of all ranks, K choices per token, and a name.
+
+    skew: the rows of the fullest rank over the mean (routing.py).  None: the routing is uniform.
+    """
 
     name: str
+    skew: float | None = None
+
+    @property
+    def label(self):
+        """The name, with the skew if there is one."""
+        return self.name if self.skew is None else f"{self.name}, skew {self.skew:g}"
 
     def small(self):
         """Return a shape for the CPU: 1/128 of the tokens, 1/16 of the width, at most 32 experts."""

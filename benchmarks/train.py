@@ -45,7 +45,8 @@ BOUNDS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # of the norm of an error 
 
 def jobs(run):
     found = [replace(s, experts=s.experts // RANKS) if run.size == 1 else s for s in run.shapes(*DEFAULT)]
-    return [(s.name, functools.partial(measure, run, s)) for s in found if s.experts >= s.topk]
+    found = run.with_skews([s for s in found if s.experts >= s.topk])
+    return [(s.label, functools.partial(measure, run, s)) for s in found]
 
 
 # ---- the peers: each layer is a function of x [T, H] and weight [T, K] that autograd differentiates ----
@@ -64,7 +65,7 @@ def swiglu_of(device_type):
 
 def product(a, weight, ends):
     """Multiply the rows of each expert by weight [L, K, N] of the expert: one call on a GPU."""
-    if a.device.type == "cuda":
+    if a.device.type == "cuda" and len(a):  # in a skewed routing a rank may have no rows
         return torch._grouped_mm(a, weight, offs=ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([rows @ w for rows, w in zip(a.split(sizes), weight, strict=True)])
@@ -72,7 +73,7 @@ def product(a, weight, ends):
 
 def weight_gradient(a, b, ends):
     """Return [L, N, K]: a [M, N] transposed times b [M, K], for the rows of each expert."""
-    if a.device.type == "cuda":
+    if a.device.type == "cuda" and len(a):
         return torch._grouped_mm(a.t(), b, offs=ends)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.stack([x.t() @ y for x, y in zip(a.split(sizes), b.split(sizes), strict=True)])
@@ -405,7 +406,7 @@ def add_liger(run, shape, steps, inputs, moe, dy):
     except Exception as e:  # it must not stop the other measurements
         error = f"{type(e).__name__}: {e}".split("\n")[0]
     if slowest(run.cpu_group, float(bool(error))):
-        run.say(f"  Liger: not measured: {error or 'it does not work on all ranks'}"[:100])
+        run.leave_out("Liger", shape, error or "it does not work on all ranks")
     else:
         steps["Liger"] = step
 

@@ -36,7 +36,8 @@ EXPECTED = {
     "sm": EPMOE,
     "tokens": EPMOE | TORCH,
     "layer": LAYERS | {"epmoe layer with a capacity", "torch gate and up alone", "torch down alone",
-                       "epmoe dispatch + gemm", "epmoe gemm + combine"},
+                       "epmoe dispatch + gemm", "epmoe gemm + combine", "epmoe GEMMs alone",
+                       "epmoe gate and up alone", "epmoe down alone"},
     "growth": LAYERS,
     "ablation": {choice for choice, options in ablation.CHOICES.items() if "num_sm" not in options},
     "features": {"combine, pre-reduced", "combine, a row a choice, pushed", "combine, a row a choice, pulled",
@@ -83,27 +84,33 @@ def run_every_command(rank, world_size, folder):
     with unittest.mock.patch.object(deep_ep.Buffer, "get_dispatch_layout", refuses(rank)):
         for bench in ("layer", "a2a"):
             results[f"{bench}, refused"] = run_command([bench, "--shapes", "qwen3-30b", "--iters", "1"])
-    return results, deep_ep_and_reference(rank, world_size), error_of_wrong_sum(rank)
+    with unittest.mock.patch.object(deep_ep, "ElasticBuffer", refuses(rank)):
+        results["a2a, V2 refused"] = run_command(["a2a", "--shapes", "qwen3-30b", "--iters", "1"])
+    of_v2 = error_of_wrong_sum(rank, deep_ep.ElasticBuffer, lambda out: out[0])
+    return results, deep_ep_and_reference(rank, world_size), error_of_wrong_sum(rank), of_v2
 
 
 def refuses(rank):
     """DeepEP's get_dispatch_layout where it refuses a shape."""
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         raise AssertionError(f"rank {rank}: num_experts_per_rank <= 64")
 
     return refuse
 
 
-def error_of_wrong_sum(rank):
-    """Return the error of a2a when one number of rank 1's combine is wrong."""
-    right = epmoe.EPAll2AllLayer.combine
+def error_of_wrong_sum(rank, kind=epmoe.EPAll2AllLayer, sums=lambda out: out):
+    """Return the error of a2a when one number of rank 1's combine is wrong.
 
-    def wrong(self, *arguments):
-        y = right(self, *arguments)
-        y[2, 3] += 1
-        return y
+    kind: the class of the combine.  sums(out): those of its result.
+    """
+    right = kind.combine
 
-    with unittest.mock.patch.object(epmoe.EPAll2AllLayer, "combine", wrong if rank == 1 else right):
+    def wrong(self, *arguments, **options):
+        out = right(self, *arguments, **options)
+        sums(out)[2, 3] += 1
+        return out
+
+    with unittest.mock.patch.object(kind, "combine", wrong if rank == 1 else right):
         try:
             run_command(["a2a", "--shapes", "mixtral", "--iters", "1"])
         except AssertionError as error:
@@ -245,18 +252,45 @@ def test_bench_compares_with_deep_ep_if_importable(results):
         ratios = next(r["ratios"] for r in rows if r["impl"] == impl)
         assert ratios["DeepEP"] == pytest.approx(times[impl] / best, rel=0.01, abs=1e-3)
     layers, more, _ = results[1][0][0]["layer with DeepEP"]
-    assert "gloo, DeepEP" in out and max(map(len, (out + more).splitlines())) <= 100
+    assert "gloo, DeepEP, DeepEP V2" in out and max(map(len, (out + more).splitlines())) <= 100
     assert {"DeepEP layer, 24 SMs", "DeepEP layer, 48 SMs"} < {r["impl"] for r in layers}
 
 
 @pytest.mark.parametrize("bench", ["layer", "a2a"])
 def test_bench_leaves_out_deep_ep_where_it_refuses_a_shape(results, bench):
+    """The rows that would be compared with it say why they are not. The bench goes on with V2."""
     rows, out, _ = results[1][0][0][f"{bench}, refused"]
     why = "AssertionError: rank 0: num_experts_per_rank <= 64"
     assert f"no DeepEP for qwen3-30b-small with 48 SMs: {why}" in out
     impls = {r["impl"] for r in rows}
-    assert any("epmoe" in impl for impl in impls) and not any("DeepEP" in impl for impl in impls)
+    assert any("epmoe" in impl for impl in impls)
+    assert {impl.startswith("DeepEP V2") for impl in impls if "DeepEP" in impl} == {True} & {bench == "a2a"}
     assert not any("DeepEP" in r.get("ratios", {}) for r in rows)
+    compared = {"a2a": "epmoe plan + dispatch", "layer": "epmoe layer"}[bench]
+    assert [r["left_out"] for r in rows if r["impl"] == compared] == [{"DeepEP": why}]
+
+
+def test_bench_compares_with_deep_ep_v2_if_importable(results):
+    rows, _, _ = results[1][0][0]["with DeepEP"]
+    times = {r["impl"]: r["ms"] for r in rows}
+    for stage, impl in (("dispatch", "epmoe plan + dispatch"), ("combine", "epmoe combine")):
+        best = min(times[f"DeepEP V2 {stage}, {which} SMs"] for which in ("its own", 24, 48, 64))
+        row = next(r for r in rows if r["impl"] == impl)
+        assert row["ratios"]["V2"] == pytest.approx(times[impl] / best, rel=0.01, abs=1e-3)
+        assert "left_out" not in row
+
+
+def test_bench_leaves_out_deep_ep_v2_where_it_refuses_a_shape(results):
+    rows, out, _ = results[1][0][0]["a2a, V2 refused"]
+    why = "AssertionError: rank 0: num_experts_per_rank <= 64"
+    assert f"no V2 for qwen3-30b-small: {why}" in out
+    row = next(r for r in rows if r["impl"] == "epmoe combine")
+    assert row["left_out"] == {"V2": why} and "DeepEP" in row["ratios"]
+
+
+def test_bench_deep_ep_v2_wrong_sums_stop_all_ranks(results):
+    errors = [of_rank[3] for of_rank in results[1]]
+    assert "DeepEP V2: the sums differ" in errors[1] and "another rank" in errors[0]
 
 
 def test_bench_decode_compares_times_of_one_kind(results):
@@ -272,11 +306,11 @@ def test_bench_decode_compares_times_of_one_kind(results):
 
 
 def test_bench_deep_ep_adapter_matches_reference(results):
-    for _, (rows, want_rows, got, want), _ in results[1]:
+    for _, (rows, want_rows, got, want), *_ in results[1]:
         assert torch.equal(rows, want_rows)
         assert (got - want).abs().max() < 1e-5 * want.abs().max()
 
 
 def test_bench_wrong_sum_stops_all_ranks(results):
-    (*_, other), (*_, wrong) = results[1]
+    other, wrong = (of_rank[2] for of_rank in results[1])
     assert "rank 1: combine: 1 of 64 tokens" in wrong and "rank 0: another rank" in other

@@ -92,7 +92,8 @@ def test_bench_decode_has_72_experts_for_each_of_four_ranks(size, experts):
 
 
 def test_bench_decode_says_that_ranks_share_a_gpu():
-    run = unittest.mock.Mock(size=4, on_gpu=True, device=torch.device("cuda"), options=cli.parse(["decode"]))
+    run = unittest.mock.Mock(size=4, on_gpu=True, device=torch.device("cuda"), options=cli.parse(["decode"]),
+                             with_skews=lambda shapes: shapes)
     with unittest.mock.patch("torch.cuda.device_count", lambda: 1):
         found = decode.jobs(run)
     assert [label for label, _ in found][:2] == ["decode, T 1", "decode, T 2"] and len(found) == 8

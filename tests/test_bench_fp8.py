@@ -84,10 +84,10 @@ def test_bench_layer_fp8_measures_times_and_errors():
     rows, out, _ = run_command(LAYER)
     found = {row["impl"]: row for row in rows}
     assert found["epmoe FP8"]["ratios"].keys() == {"16 bits", "16 bits one after the other",
-                                                 "one after the other"}
+                                                 "one after the other", "own GEMMs"}
     assert {"FP8: quantize + dispatch", "FP8: quantize, then dispatch + gate and up", "FP8: gate and up",
             "FP8: quantize", "FP8: down", "FP8: combine", "dispatch in 16 bits", "epmoe 16 bits",
-            "epmoe FP8, one after the other"} < set(found)
+            "epmoe FP8, one after the other", "FP8: GEMMs alone"} < set(found)
     for data in ("normal", "heavy tails"):
         assert 0.02 < found[f"error: FP8, {data}"]["error"] < 0.15
         assert found[f"error: of sums, {data}"]["error"] < 0.01

@@ -1,12 +1,31 @@
-"""A slow replacement of DeepEP V1's module for one node, over torch.distributed.
+"""A slow replacement of DeepEP's module for one node, over torch.distributed.
 
 It has the calls that the benchmark makes. Shapes, dtypes, orders and assertions are those of the real module.
+Buffer is that of V1. ElasticBuffer, that of V2, is epmoe's own adapter.
 """
 
 import torch
 import torch.distributed as dist
 
+from epmoe.integrations.deep_ep import ElasticBuffer as Adapter
+
 topk_idx_t = torch.int64
+
+
+class ElasticBuffer(Adapter):
+    """The rows of an expert are in epmoe's order, which DeepEP does not promise."""
+
+    def __init__(self, group, *, num_max_tokens_per_rank, hidden, num_topk, prefer_overlap_with_compute,
+                 explicitly_destroy):
+        super().__init__(group, num_max_tokens_per_rank=num_max_tokens_per_rank,
+                         explicitly_destroy=explicitly_destroy)
+        self.sizes = num_max_tokens_per_rank, hidden, num_topk
+
+    def dispatch(self, x, *, topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, num_sms,
+                 do_expand):
+        assert (len(x), x.shape[1], topk_idx.shape[1]) == self.sizes and do_expand and num_sms % 2 == 0
+        return super().dispatch(x, topk_idx, topk_weights, num_experts=num_experts, do_expand=True,
+                                num_max_tokens_per_rank=num_max_tokens_per_rank)
 
 
 class Config:
