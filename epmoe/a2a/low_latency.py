@@ -352,17 +352,17 @@ class LowLatencyAll2All(CollectiveLayer):
         return result
 
     def _dispatch_tagged(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
-                         tag: Tensor) -> tuple[Tensor, Tensor, LowLatencyHandle]:
-        """Dispatch into compact rows.  Returns them, the tag of each row, and the handle.
+                         tag: Tensor) -> tuple[Tensor, Tensor, Tensor, LowLatencyHandle]:
+        """Dispatch into compact rows.  Returns them, the tag of each row, the counts [L], and the handle.
 
         tag: [T] int32, a number that travels with each token.  A row of no expert has any tag.
         """
-        arguments, (rows, _, _, handle) = self._prepare_dispatch(x, topk_idx, topk_weights, False, "compact",
-                                                                 0, None)
+        arguments, (rows, _, counts, handle) = self._prepare_dispatch(x, topk_idx, topk_weights, False,
+                                                                      "compact", 0, None)
         row_tag = rows.new_empty(len(rows), dtype=torch.int32)
         *others, _, _, is_masked, fp8 = arguments
         _C.layer_ll_dispatch(self._c, 0, (*others, tag, row_tag, is_masked, fp8, BOTH))
-        return rows, row_tag, handle
+        return rows, row_tag, counts, handle
 
     def dispatch_send(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *,
                       fp8: Fp8 = False, layout: SlabLayout = "masked", buffer: int = 0,

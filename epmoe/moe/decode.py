@@ -79,8 +79,11 @@ def check_path(path: LowLatencyAll2All | None, decode: Any, *tensors: Tensor | N
 
 def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
         weights: experts_ops.Weights, activation: Activation,
-        scales: experts_ops.Scales | None = None, lora: LoraOfCall | None = None) -> Tensor:
-    """Dispatch, apply the experts, and combine, in one call of the module.  Returns y [T, H].
+        scales: experts_ops.Scales | None = None,
+        lora: LoraOfCall | None = None) -> tuple[Tensor, Tensor]:
+    """Dispatch, apply the experts, and combine, in one call of the module.
+
+    Returns (y [T, H], the number of rows of each expert [L]).
 
     weights: as EPMoE._weights returns them, for which experts.takes says yes.  scales: those of weights of 4
     bits.  lora: an adapter.
@@ -112,4 +115,4 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
                                         *(low[1] or experts_ops.NO_LOW), low_down, *kernel))
     except Exception as error:
         a2a._propagate(_C.OP_LL_DISPATCH, error, 0)
-    return y
+    return y, counts

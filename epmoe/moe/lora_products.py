@@ -264,7 +264,9 @@ def run_mixed(moe: EPMoE, state: State, layer: EPAll2AllLayer | LowLatencyAll2Al
     numbers: of check_numbers.  They travel with the tokens.
     """
     if isinstance(layer, LowLatencyAll2All):
-        rows, number, handle = layer._dispatch_tagged(x, topk_idx, topk_weights, numbers)
+        rows, number, counts, handle = layer._dispatch_tagged(x, topk_idx, topk_weights, numbers)
+        if moe._records_stats:
+            moe._count(counts)
         try:
             y = _multiply_mixed(moe, state, rows, handle.expert_offsets, number)
         except Exception as error:

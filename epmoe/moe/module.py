@@ -26,7 +26,7 @@ from ..gemm.quantize import quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
 from . import checkpoint, chunks, decode as decoding, experts as experts_ops, formats, fp8, fp8_training
-from . import guards, lora, lora_products, numerics, placement, shards
+from . import guards, lora, lora_products, numerics, placement, shards, statistics
 from .experts import Weights
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
@@ -697,6 +697,8 @@ class EPMoE(nn.Module):
             y, layout = self._run(path or layer, tokens, topk_idx, topk_weights, weights, at_once, watched)
         if path is None and not torch.compiler.is_compiling():  # recomputed compiled code must not do this
             self.last_layout = layout
+        if self._records_stats and layout is not None:
+            self._count(layout.unpadded_tokens_per_expert)
         return y if x.dim() == 2 else unflatten(y, x.shape)
 
     @without_dynamo
@@ -776,8 +778,11 @@ class EPMoE(nn.Module):
             adapter = lora.adapter_of_call(self)
             of_call = None if adapter is None else lora_products.LoraOfCall(self, adapter)
             if isinstance(layer, LowLatencyAll2All):
-                return decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation, scales,
-                                    of_call), None
+                y, counts = decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation, scales,
+                                         of_call)
+                if self._records_stats:
+                    self._count(counts)
+                return y, None
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched,
                                    scales, of_call)
         if self.computes_fp8:
@@ -804,7 +809,10 @@ class EPMoE(nn.Module):
         weights = gate_up, gate_up_bias, down, down_bias
         fp8 = self.is_fp8 and lora.adapter_of_call(self) is None  # the adapter multiplies rows of 16 bits
         if isinstance(layer, LowLatencyAll2All):
-            rows, row_scale, _, handle = layer.dispatch(x, topk_idx, topk_weights, fp8=fp8, layout="compact")
+            rows, row_scale, counts, handle = layer.dispatch(x, topk_idx, topk_weights, fp8=fp8,
+                                                             layout="compact")
+            if self._records_stats:
+                self._count(counts)
             try:
                 y = self._multiply(rows, row_scale, handle.expert_offsets, *weights)
             except Exception as error:
@@ -838,6 +846,11 @@ class EPMoE(nn.Module):
             h, row_scale = quantize_fp8(h, num_rows=offsets[-1:])
         return grouped_gemm(h, down, offsets=offsets, bias=down_bias, a_scale=row_scale, b_scale=down_scale,
                             b_zero=down_zero, out_dtype=dtype)
+
+    def _count(self, counts: Tensor) -> None:
+        """Add the rows of this rank's experts [L] to those of earlier calls."""
+        assert self._row_counts is not None
+        self._row_counts.add_(counts)
 
     def _scale_of(self, name: str) -> Tensor | None:
         """Return the scales of weights in FP8, else None."""
@@ -996,6 +1009,8 @@ class EPMoE(nn.Module):
         else:
             self.expert_map._copy_(expert_map)
         self._holds, self._is_home = holds, is_home
+        if self._row_counts is not None:
+            self._row_counts.zero_()  # they were those of other experts
         first = layer.rank * layer.num_local_experts
         self._held = holds[first:first + layer.num_local_experts]
 
@@ -1007,6 +1022,13 @@ class EPMoE(nn.Module):
             raise RuntimeError("with an expert map the experts have no gradients, because replicas would "
                                "differ after a step: call it under torch.no_grad() or after "
                                "requires_grad_(False), or call set_expert_map(None) first")
+
+    # ---- statistics ----
+
+    _row_counts: Tensor | None = None  # [L] int64, once record_stats was called: the rows of each expert
+    _records_stats = False
+    record_stats = statistics.record_stats
+    stats = statistics.stats
 
     # ---- LoRA ----
 
