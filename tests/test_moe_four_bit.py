@@ -83,6 +83,104 @@ def test_moe_four_bit_has_the_bits_of_16_bits(ranks, weight_dtype, size, part):
         assert all(is_right for *_, is_right in results), [r[:2] for r in results if not r[2]]
 
 
+E4M3 = torch.float8_e4m3fn
+WIRE_OPTIONS = [{}, {"bias": True, "activation": "gpt_oss"}, {"dtype": torch.float16, "fused": True},
+                {"rank_invariant": True}, {"token_saving": False, "token_sorting": False}]
+
+
+def as_sent(x):
+    """Tokens as they arrive when they travel in FP8: quantised, and dequantised to their dtype."""
+    if not len(x):
+        return x
+    q, scales = reference.quantize_fp8(x.cpu())
+    return (q.float() * scales.repeat_interleave(128, 1)).to(x)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("weight_dtype", FORMATS, ids=str)
+def test_moe_four_bit_tokens_in_fp8_have_the_bits_of_quantised_tokens(ranks, weight_dtype, size):
+    """In prefill, with and without a capacity, and in decoding."""
+
+    def run(world, device):
+        found = []
+        for i, options in enumerate(WIRE_OPTIONS):
+            num_experts = 2 * world.size + 1
+            torch.manual_seed(i)
+            twin = make(world, device, num_experts, weight_dtype, **options)
+            options = options | {"dispatch_dtype": E4M3}
+            moe = make(world, device, num_experts, weight_dtype, **options)
+            fixed = make(world, device, num_experts, weight_dtype, **options, capacity=4 * TOKENS * K)
+            for module in (moe, fixed):
+                module.load_state_dict(twin.state_dict())
+            for module in (moe, twin):
+                module.enable_decode(TOKENS)
+            for seed in range(2):
+                x, idx, weight = inputs(world, device, num_experts, seed, moe.layer.dtype)
+                x = x * torch.logspace(-2, 2, len(x), device=device)[:, None].to(x)
+                sent = as_sent(x)
+                with torch.no_grad():
+                    want = twin(sent, idx, weight, decode=False)
+                    found += [(i, "prefill", same(moe(x, idx, weight, decode=False), want)),
+                              (i, "decode", same(moe(x, idx, weight, decode=True),
+                                                 twin(sent, idx, weight, decode=True))),
+                              (i, "capacity", same(fixed(x, idx, weight), want)),
+                              (i, "rounded", not len(x) or not same(sent, x))]
+                found.append((i, "with gradients enabled", same(moe(x, idx, weight, decode=False), want)))
+            for module in (moe, twin, fixed):
+                module.finalize()
+        return found
+
+    for results in ranks(run, world_size=size):
+        assert all(is_right for *_, is_right in results), [r[:2] for r in results if not r[2]]
+
+
+def test_moe_four_bit_sends_fp8(ranks):
+    """By itself in decoding, beside a module of the same layer that does not, and not with an adapter."""
+
+    def run(world, device):
+        moe = make(world, device, 24, dispatch_dtype=E4M3)
+        plain = epmoe.EPMoE(HIDDEN, INNER, 24, K, layer=moe.layer, weight_dtype="mxfp4")
+        plain.load_state_dict(moe.state_dict())
+        x, idx, weight = inputs(world, device, 24)
+        found = []
+        with torch.no_grad():
+            found.append(same(moe(x, idx, weight), plain(as_sent(x), idx, weight)))
+            found.append(moe.last_layout is None and moe.layer.low_latency is not None)
+            found.append(same(copy.deepcopy(moe)(x, idx, weight), moe(x, idx, weight)))
+            found.append(same(plain(x, idx, weight), plain(x, idx, weight, decode=False)))
+            for module in (moe, plain):
+                module.add_adapter("a", 4, 8)
+                module.set_adapter("a")
+            found.append(same(moe(x, idx, weight), plain(x, idx, weight)))
+        said = repr(moe), repr(plain)
+        moe.finalize()
+        return found, said
+
+    for found, (moe, plain) in ranks(run):
+        assert all(found), found
+        assert "weights in MXFP4, tokens sent in FP8, " in moe and "tokens sent" not in plain
+
+
+def test_moe_four_bit_modules_of_a_layer_that_send_other_dtypes(ranks):
+    """A layer that modules share learns it only in a call: EpMismatch on all ranks."""
+
+    def run(world, device):
+        first = make(world, device, 8, max_tokens=1024)
+        moe = epmoe.EPMoE(HIDDEN, INNER, 8, K, layer=first.layer, weight_dtype="mxfp4",
+                          dispatch_dtype=E4M3 if world.rank == 1 else None)
+        world.set_timeout(MISTAKE_LIMIT_S)
+        args = inputs(world, device, 8)
+        with torch.no_grad():
+            got = outcome(lambda: moe(*args), first.layer)
+            again = first(*args).isfinite().all().item()
+        first.finalize()
+        return got, again
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes([got for got, _ in results], "EpMismatch", "dispatch in FP8")
+    assert all(again for _, again in results)
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("weight_dtype", FORMATS, ids=str)
 def test_moe_four_bit_computes_what_a_checkpoint_says(weight_dtype):
@@ -195,16 +293,18 @@ def test_moe_four_bit_moves_experts(ranks, weight_dtype):
 def over_nodes(nodes, weight_dtype, options):
     moe = make(nodes, "cpu", 8, weight_dtype, **options)
     twin = twin_of(moe, nodes, **options)
+    sends = make(nodes, "cpu", 8, weight_dtype, **options, dispatch_dtype=E4M3)
+    sends.load_state_dict(moe.state_dict())
     found = []
     for seed in range(2):
-        args = inputs(nodes, "cpu", 8, seed)
+        x, *args = inputs(nodes, "cpu", 8, seed)
         with torch.no_grad():
-            found.append(same(moe(*args), twin(*args)))
+            found += [same(moe(x, *args), twin(x, *args)), same(sends(x, *args), moe(as_sent(x), *args))]
     state = moe.state_dict()
     moe.load_state_dict(state)
     found.append(set(state) >= {f"{n}_{'blocks' if weight_dtype == 'mxfp4' else 'packed'}" for n in NAMES})
-    moe.finalize()
-    twin.finalize()
+    for module in (moe, twin, sends):
+        module.finalize()
     return found
 
 
@@ -508,6 +608,13 @@ def test_moe_four_bit_has_no_gradients(ranks, how, max_tokens):
     ({"delay_wgrad_compute": True}, "ValueError", "MXFP4 have no gradients"),
     ({"fuse_wgrad_accumulation": True}, "ValueError", "have no gradients"),
     ({"compute_dtype": torch.float8_e4m3fn}, "ValueError", "MXFP4 have no gradients"),
+    ({"dispatch_dtype": torch.float16}, "TypeError", "dispatch_dtype torch.float16: must be torch.float8"),
+    ({"dispatch_dtype": E4M3, "hidden": 192}, "ValueError", "hidden 192 with dispatch_dtype"),
+    ({"dispatch_dtype": E4M3, "weight_dtype": E4M3}, "ValueError", "only for weights of 4 bits"),
+    ({"dispatch_dtype": E4M3, "weight_dtype": None}, "ValueError", "only for weights of 4 bits"),
+    ({"dispatch_dtype": torch.bfloat16, "weight_dtype": None, "compute_dtype": E4M3}, "ValueError",
+     "only for weights of 4 bits"),
+    ({"dispatch_dtype": E4M3}, "EpMismatch", "dispatch_dtype torch.float8_e4m3fn"),
     ({"weight_dtype": None}, "EpMismatch", "weight_dtype"),
     ({"weight_dtype": "int4"}, "EpMismatch", "weight_dtype")], ids=str)
 def test_moe_four_bit_wrong_arguments_on_one_rank(ranks, options, error, text):
@@ -588,12 +695,15 @@ def test_moe_four_bit_says_what_it_is():
 def compile_and_load(world, device, weight_dtype, path):
     """Whether a compiled module has the bits of the module, and a checkpoint of one rank those of two."""
     torch._dynamo.reset()
-    moe = make(world, device, 5, weight_dtype)
-    fast, results = torch.compile(moe, backend="aot_eager", fullgraph=True), []
-    for seed in range(2):
-        args = inputs(world, device, 5, seed)
-        with torch.no_grad():
-            results.append(same(fast(*args), moe(*args, decode=False)))
+    moe, sends = make(world, device, 5, weight_dtype), make(world, device, 5, weight_dtype,
+                                                            dispatch_dtype=E4M3)
+    results = []
+    for module in (sends, moe):
+        fast = torch.compile(module, backend="aot_eager", fullgraph=True)
+        for seed in range(2):
+            args = inputs(world, device, 5, seed)
+            with torch.no_grad():
+                results.append(same(fast(*args), module(*args, decode=False)))
     state = moe.state_dict()
     results.append(all(t.shape[0] == 5 for t in state.values()))  # the experts of all ranks
     dcp.load(state, checkpoint_id=path)
@@ -603,6 +713,7 @@ def compile_and_load(world, device, weight_dtype, path):
     results += [same(p[:own.stop - own.start], wanted[n][own]) for n, p in moe.named_parameters()]
     gathered = epmoe.whole_state_dict(moe)
     moe.finalize()
+    sends.finalize()
     return results, gathered
 
 

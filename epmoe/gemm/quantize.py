@@ -151,6 +151,32 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tens
     return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel, pow2)
 
 
+def dequantize_fp8(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of float8_e4m3fn in another dtype: the inverse of quantize_fp8, but for its rounding.
+
+    Two operations of torch, with the same bits on CPUs and GPUs.
+
+    Args:
+        rows: [M, K] float8_e4m3fn.
+        scales: [M, ceil(K / 128)] float32, with any strides.
+        dtype: bfloat16, float16 or float32, in which the numbers of rows are exact.
+
+    Returns:
+        [M, K] of dtype: each number times its scale, in float32, rounded once.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> from epmoe.gemm.quantize import dequantize_fp8
+        >>> dequantize_fp8(*epmoe.quantize_fp8(torch.tensor([[7.0, 3.4]])), torch.bfloat16)
+        tensor([[7.0000, 3.5000]], dtype=torch.bfloat16)
+    """
+    out, num = rows.to(dtype), rows.shape[1] // BLOCK
+    out[:, :num * BLOCK].unflatten(1, (num, BLOCK)).mul_(scales[:, :num, None])
+    out[:, num * BLOCK:].mul_(scales[:, num:])
+    return out
+
+
 def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise weights to float8_e4m3fn, with a scale for each block of 128 by 128 numbers.
 

@@ -8,6 +8,9 @@ The parameters have the layout of the kernels (gemm/four_bit.py), state dicts th
     gate_up_proj_zeros      uint8, or None            _zero_point with zero points
 
 and in the same way down_proj.
+
+With dispatch_dtype in FP8, tokens are quantised at their rank and travel as those of weights in FP8.  The
+rows that arrive are dequantised to 16 bits, which the products take.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch import Tensor
 from ..comm.device import integer
 from ..gemm import four_bit
 from ..gemm.four_bit import Format, Int4, Mxfp4, Packed
+from ..gemm.grouped import FP8_BLOCK
+from .fp8 import E4M3
 from .shards import as_bytes
 from .weights import WEIGHTS, Encoded, Source, WeightDtype, WeightFormat
 
@@ -39,7 +44,8 @@ class FourBits(WeightFormat):
     has_gradients = False
     is_saved_as_held = False
 
-    def __init__(self, weight_dtype: WeightDtype, dtype: torch.dtype, hidden: int, inner: int) -> None:
+    def __init__(self, weight_dtype: WeightDtype, dtype: torch.dtype, hidden: int, inner: int,
+                 dispatch_dtype: torch.dtype | None = None) -> None:
         assert not isinstance(weight_dtype, torch.dtype)
         format = four_bit.as_format(weight_dtype)
         super().__init__(format if isinstance(format, Int4) else format.name, dtype)
@@ -53,6 +59,12 @@ class FourBits(WeightFormat):
         self._dtypes = {"": torch.uint8, SCALES: four_bit.scale_dtype(format, dtype), ZEROS: torch.uint8}
         for name, size in (("hidden", integer("hidden", hidden)), ("inner", inner)):
             four_bit.check_columns(format, name, size)
+        if dispatch_dtype not in (None, dtype, E4M3):
+            raise TypeError(f"dispatch_dtype {dispatch_dtype}: must be {E4M3}, or None: dtype, {dtype}")
+        self.sends_fp8 = dispatch_dtype == E4M3
+        if self.sends_fp8 and hidden % FP8_BLOCK:
+            raise ValueError(f"hidden {hidden} with dispatch_dtype {E4M3}: must be a multiple of "
+                             f"{FP8_BLOCK}")
 
     def parameters(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return {end: (shape, dtype)} of the parameters of weights [L, N, K]."""

@@ -34,6 +34,7 @@ class Fp8(WeightFormat):
 
     title = "FP8"
     has_gradients = False
+    sends_fp8 = True
     ends = "", SCALE
     endings = "weight", "weight_scale_inv"
 

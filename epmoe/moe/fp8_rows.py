@@ -13,11 +13,11 @@ from torch import Tensor
 from .. import _C, flops
 from ..gemm.activations import Activation
 from ..gemm.grouped import as_kernel, grouped_gemm
-from ..gemm.quantize import quantize_fp8
+from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import DeferredWgrad, Factors, deferred_wgrad_of, gradient_of_factors
 from ..gemm.wgrad_fp8 import quantize_fp8_weight_pair
 from ..torch_modes import check_mode, implement, record_gradient
-from .fp8_training import E4M3, Fp8Factors, Pair, dequantized
+from .fp8_training import E4M3, Fp8Factors, Pair
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("quantize_fp8_weight_pair(Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -134,7 +134,7 @@ def _gradients(dy: Tensor, offsets: Tensor, row_weight: Tensor | None, rows: Ten
             a, b, a16, b16 = b, a, b16, a16
         if not wgrad_in_16_bits:
             return gradient_of_factors(deferred, Fp8Factors(a[0], b[0], offsets, a[1], b[1], dtype=dtype))
-        a16, b16 = (dequantized(*q, dtype) if t is None else t for q, t in ((a, a16), (b, b16)))
+        a16, b16 = (dequantize_fp8(*q, dtype) if t is None else t for q, t in ((a, a16), (b, b16)))
         return gradient_of_factors(deferred, Factors(a16, b16, offsets))
 
     if of_down:

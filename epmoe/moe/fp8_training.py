@@ -35,8 +35,8 @@ from ..a2a.fused import EpAll2AllFusedOp
 from ..a2a.layout import EPLayout
 from ..a2a.ops import expert_offsets, row_dots, saved_tensors
 from ..comm.error_propagation import reporting
-from ..gemm.grouped import FP8_BLOCK, Kernel, as_kernel, grouped_gemm
-from ..gemm.quantize import quantize_fp8
+from ..gemm.grouped import Kernel, as_kernel, grouped_gemm
+from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
 from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_transposed, quantize_fp8_weight_pair
 from ..torch_modes import check_mode, requires_grad
@@ -155,12 +155,6 @@ class Fp8Factors(Factors):
             self.product(out, scale)
         else:
             out.add_(self.product(), alpha=scale)
-
-
-def dequantized(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows [M, K] of FP8 with scales that are powers of two in another dtype."""
-    wide = scales.to(torch.float32).repeat_interleave(FP8_BLOCK, 1)[:, :rows.shape[1]]
-    return (rows.float() * wide).to(dtype)
 
 
 def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
@@ -294,7 +288,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
         ctx.maybe_clear_saved_tensors()
         del h
         if down_bias is not None or ctx.wgrad_in_16_bits:
-            g16 = dequantized(g, g_scale, dtype)
+            g16 = dequantize_fp8(g, g_scale, dtype)
         if down_bias is not None:
             bias = F.pad(down_bias.detach().to(dtype), (0, 0, 0, 1))  # the last one for rows of no expert
             dots += row_dots(g16, bias[expert_of_row(offsets, len(g16))])
@@ -313,7 +307,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
         dx, d_weight = _multiply_and_combine(layer, d_h8, d_h_scale, up_t, up_t_scale, None, None, dots, plan,
                                              recv, buffer, ctx.num_tokens, False)
     if of_gate_up and ctx.wgrad_in_16_bits:
-        d_gate_up = gradient_of(deferred_up, d_h, dequantized(rows, row_scale, dtype), offsets)
+        d_gate_up = gradient_of(deferred_up, d_h, dequantize_fp8(rows, row_scale, dtype), offsets)
     elif of_gate_up:
         d_gate_up = gradient_of_factors(deferred_up, Fp8Factors(
             d_h8, rows, offsets, d_h_scale, row_scale, dtype=gate_up.dtype))

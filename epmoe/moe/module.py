@@ -22,7 +22,7 @@ from ..comm.error_propagation import check_plain
 from ..errors import EpMismatch
 from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import grouped_gemm, is_transposed
-from ..gemm.quantize import quantize_fp8
+from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
 from . import checkpoint, chunks, decode as decoding, experts as experts_ops, formats, fp8, fp8_training
@@ -161,6 +161,7 @@ class EPMoEOptions(TypedDict, total=False):
     layer: EPAll2AllLayer | None
     num_physical: int | None
     weight_dtype: WeightDtype | None
+    dispatch_dtype: torch.dtype | None
     compute_dtype: torch.dtype | None
     wgrad_dtype: torch.dtype | None
     delay_wgrad_compute: bool
@@ -225,7 +226,8 @@ class EPMoE(nn.Module):
     Int4's group_size.  There are no gradients.  state_dict() holds what checkpoints hold: for MXFP4, as
     gpt-oss, gate_up_proj_blocks and gate_up_proj_scales, for INT4, as compressed-tensors,
     gate_up_proj_packed, gate_up_proj_scale and, with zero points, gate_up_proj_zero_point; and in the same
-    way down_proj.  load_state_dict() takes these, weights of 16 or 32 bits, which it quantises, and the
+    way down_proj.  With dispatch_dtype=torch.float8_e4m3fn tokens travel in FP8, and are multiplied in 16
+    bits.  load_state_dict() takes these, weights of 16 or 32 bits, which it quantises, and the
     experts one by one:
 
         DeepSeek-V4           e.w1.weight and e.w1.scale, MXFP4
@@ -263,6 +265,10 @@ class EPMoE(nn.Module):
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
         num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for replicas.
         weight_dtype: torch.float8_e4m3fn, "mxfp4", "int4", an Int4, or None: dtype.
+        dispatch_dtype: With weights of 4 bits, the dtype in which tokens travel to their experts:
+            torch.float8_e4m3fn, with a scale for each 128 numbers, or None: dtype.  H is then a multiple of
+            128.  The results are those of the tokens quantize_fp8(x), dequantised and rounded to dtype.  A
+            call with an adapter sends dtype.
         compute_dtype: torch.float8_e4m3fn, or None: dtype.  The dtype of the operands of all products.
         wgrad_dtype: With compute_dtype, that of the products that are the gradients of the weights: dtype, or
             None: compute_dtype.
@@ -361,8 +367,9 @@ class EPMoE(nn.Module):
                  activation: Activation = "swiglu", *, max_tokens: int = 4096,
                  dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
                  bias: bool = False, layer: EPAll2AllLayer | None = None, num_physical: int | None = None,
-                 weight_dtype: WeightDtype | None = None, compute_dtype: torch.dtype | None = None,
-                 wgrad_dtype: torch.dtype | None = None, delay_wgrad_compute: bool = False,
+                 weight_dtype: WeightDtype | None = None, dispatch_dtype: torch.dtype | None = None,
+                 compute_dtype: torch.dtype | None = None, wgrad_dtype: torch.dtype | None = None,
+                 delay_wgrad_compute: bool = False,
                  fuse_wgrad_accumulation: bool = False, num_chunks: int | None = None,
                  rank_invariant: bool = False, capacity: int | None = None, rank: int | None = None,
                  world_size: int | None = None,
@@ -401,7 +408,7 @@ class EPMoE(nn.Module):
                 raise ValueError(f"inner {inner}: must be positive")
             num_experts = integer("num_experts", num_experts)
             num_physical = check_num_physical(num_experts, world.size, num_physical)
-            self._format = formats.choose(weight_dtype, dtype, hidden, inner, activation)
+            self._format = formats.choose(weight_dtype, dtype, hidden, inner, activation, dispatch_dtype)
             self.computes_fp8 = fp8_training.check_compute_dtype(compute_dtype, self._format, hidden, inner,
                                                                  token_saving, wgrad_dtype)
             if not self._format.has_gradients and self._has_other_gradients:
@@ -435,8 +442,9 @@ class EPMoE(nn.Module):
                 with together(layer.world):
                     self._make(layer, halves * inner, inner, bias)
                 agree(layer.world, f"inner {inner}, activation {activation!r}, bias {bias}, num_experts "
-                                   f"{num_experts}, weight_dtype {self.weight_dtype}, compute_dtype "
-                                   f"{compute_dtype}, num_chunks {num_chunks}")
+                                   f"{num_experts}, weight_dtype {self.weight_dtype}, dispatch_dtype "
+                                   f"{dispatch_dtype}, compute_dtype {compute_dtype}, num_chunks "
+                                   f"{num_chunks}")
             except Exception:
                 with contextlib.suppress(Exception):  # all ranks fail here, so all close the layer
                     layer.finalize()
@@ -740,7 +748,8 @@ class EPMoE(nn.Module):
         if self._lora is not None and lora.is_active(self):
             adapter = lora.adapter_of_call(self)
             return adapter is not None and lora_products.takes(self, adapter, layer, weights, watched)
-        return not self.computes_fp8 and experts_ops.takes(layer, x, topk_weights, weights, watched)
+        return (not self.computes_fp8 and not self._format.sends_fp8
+                and experts_ops.takes(layer, x, topk_weights, weights, watched))
 
     def _compute(self, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Any,
                  weights: Any = None) -> tuple[Tensor, Any]:
@@ -807,7 +816,8 @@ class EPMoE(nn.Module):
                    down_bias: Tensor | None) -> tuple[Tensor, Layout | None]:
         """Dispatch, multiply, and combine.  Returns (y, layout); no layout for a LowLatencyAll2All."""
         weights = gate_up, gate_up_bias, down, down_bias
-        fp8 = self.is_fp8 and lora.adapter_of_call(self) is None  # the adapter multiplies rows of 16 bits
+        # the adapter multiplies rows of 16 bits
+        fp8 = self._format.sends_fp8 and lora.adapter_of_call(self) is None
         if isinstance(layer, LowLatencyAll2All):
             rows, row_scale, counts, handle = layer.dispatch(x, topk_idx, topk_weights, fp8=fp8,
                                                              layout="compact")
@@ -837,6 +847,8 @@ class EPMoE(nn.Module):
         """
         if (adapter := lora.adapter_of_call(self)) is not None:
             return lora_products.multiply(self, adapter, rows, offsets)
+        if row_scale is not None and not self.is_fp8:  # weights of 4 bits take rows of 16 bits
+            rows, row_scale = dequantize_fp8(rows, row_scale, self.layer.dtype), None
         dtype = self.layer.dtype if self.is_fp8 else None
         up_scale, up_zero, down_scale, down_zero = self._format.scales(self) or (
             self._scale_of("gate_up_proj"), None, self._scale_of("down_proj"), None)
@@ -1144,6 +1156,8 @@ class EPMoE(nn.Module):
         layer = self.layer
         few = ("products in FP8, " if self.computes_fp8 else
                "" if self._format.has_gradients else f"weights in {self._format.title}, ")
+        if self._format.sends_fp8 and not self.is_fp8:
+            few += "tokens sent in FP8, "
         return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
                 f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
                 f"activation={self.activation}, {few}rank={layer.rank} of {layer.world_size}")
