@@ -5,7 +5,6 @@ names their folder (vllm_modules.py). They run all cases in groups of 1, 2 and 4
 """
 
 import doctest
-import math
 import os
 import sys
 import types
@@ -151,15 +150,6 @@ def run_kernel(mover, case, first, size, rank):
                        apply_router_weight_on_input=on_input)
 
 
-def prepare_kernel():
-    """Give vLLM's kernel the parts of other modules that it runs on a CPU."""
-    kernel = sys.modules[vllm_modules.OWN[0]]
-    kernel.current_platform.is_cuda.return_value = kernel.current_platform.is_rocm.return_value = False
-    kernel.dbo_enabled = lambda: False
-    kernel.UnfinalizedMoEOutput = type("UnfinalizedMoEOutput", (), {})
-    kernel._resize_cache = lambda t, shape: t[: math.prod(shape)].view(shape)
-
-
 def sent_to(ours, case, ranks):
     """The rows that the experts `ours` must get, not quantized: ordered by expert, source rank, token."""
     rows = [torch.empty(0, H, dtype=case[2])]
@@ -296,7 +286,7 @@ def main(rank, world_size, which):
     integration.get_current_vllm_config = settings()
     vllm_quantized.prepare()
     if which == "source":
-        prepare_kernel()
+        vllm_modules.prepare_kernel()
     results = {}
     for size in SIZES:
         groups = [dist.new_group(list(range(r, r + size))) for r in range(0, NUM_RANKS, size)]

@@ -4,7 +4,8 @@
 
 vLLM finds epmoe through the entry point "vllm.general_plugins" of the installed package.  vLLM has no
 registry for what moves the tokens, so use() replaces the function that chooses it, and takes the place of
---all2all-backend allgather_reducescatter, the default.  Routers, experts and weights stay vLLM's.
+--all2all-backend allgather_reducescatter, the default.  Routers, experts and weights stay vLLM's, but for
+experts of 4 bits, which epmoe multiplies where it can (vllm_four_bits.py).
 
 It needs vLLM 0.33.
 """
@@ -239,6 +240,14 @@ class EpmoePrepareAndFinalize(_Base):
         # As after vLLM's own dispatch there are no counts: its CUTLASS experts for FP8 refuse them.
         return rows, scales, None, ids[:, None], weights[:, None]
 
+    def expert_offsets(self):
+        """Return where the rows of each expert of this rank begin, after prepare: [L + 1] int32.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        return self._layout.expert_offsets[:len(self._own) + 1]
+
     def _most_tokens(self):
         """Return the most tokens of any rank in this call, the same on all ranks, or None without graphs."""
         metadata = get_forward_context().dp_metadata if self._fixed else None
@@ -386,7 +395,8 @@ def _choose(moe, quant_config, routing_tables=None, allow_new_interface=False, u
 def use():
     """Let vLLM make an EpmoePrepareAndFinalize for each expert-parallel MoE layer from now on.
 
-    The plugin calls it where EPMOE_VLLM is 1.  A second call does nothing.
+    The plugin calls it where EPMOE_VLLM is 1.  A second call does nothing.  Where vLLM's classes for experts
+    of 4 bits are not those for which this adapter was written, a warning says so, and vLLM multiplies them.
 
     Raises:
         ImportError: When vLLM's classes and functions are not those for which this adapter was written.
@@ -411,3 +421,9 @@ def use():
         if name.startswith("vllm.") and vars(module).get("maybe_make_prepare_finalize") is _chosen_by_vllm:
             module.maybe_make_prepare_finalize = _choose
     logger.info("EPMOE_VLLM=1: epmoe moves the tokens of expert-parallel MoE layers")
+    try:
+        from . import vllm_four_bits
+
+        vllm_four_bits.use()
+    except (ImportError, AttributeError) as error:  # vLLM's own kernels multiply these experts, too
+        logger.warning("epmoe does not multiply experts of 4 bits: %s", error)
