@@ -60,7 +60,7 @@ def wrong_tokens(experts, x, idx, weight, got):
     """Return what is wrong with sampled tokens of a result, or ""."""
     from epmoe.integrations.transformers_experts import activation_of, up_and_down
 
-    (up, up_bias), (down, down_bias) = up_and_down(experts)
+    (up, up_bias, _), (down, down_bias, _) = up_and_down(experts)
     sample = range(0, len(x), max(1, len(x) // 8))
     want = torch.zeros(len(sample), x.shape[1], dtype=torch.float64, device=x.device)
     for i, t in enumerate(sample):

@@ -237,13 +237,13 @@ def test_integrations_transformers_transposed_weights_without_copies(tmp_path):
     want = run(model, "eager", ids)
     before = {n: p.clone() for n, p in model.named_parameters()}
     for experts in experts_of(model):
-        for (weight, _), p in zip(parts.up_and_down(experts), (experts.gate_up_proj, experts.down_proj)):
+        for (weight, *_), p in zip(parts.up_and_down(experts), (experts.gate_up_proj, experts.down_proj)):
             assert weight.data_ptr() == p.data_ptr() and p.is_contiguous()
     assert integration.store_as_epmoe_reads(model) is model
     for n, p in model.named_parameters():
         assert torch.equal(p, before[n]) and p.shape == before[n].shape
     for experts in experts_of(model):
-        for (weight, _), p in zip(parts.up_and_down(experts), (experts.gate_up_proj, experts.down_proj)):
+        for (weight, *_), p in zip(parts.up_and_down(experts), (experts.gate_up_proj, experts.down_proj)):
             assert weight.data_ptr() == p.data_ptr() and not p.is_contiguous()
     check_equal(run(model, "epmoe", ids), want)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

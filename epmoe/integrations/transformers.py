@@ -15,6 +15,8 @@ ep_implementation="epmoe", beside "all_to_all" and others, where transformers ha
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=config)
 
 spread_experts replaces the experts of a model by EPMoE modules instead, for DistributedDataParallel.
+
+peft adapts the experts of the first way.  Those of the third have adapters by epmoe.integrations.peft.
 """
 
 import contextlib
@@ -58,9 +60,10 @@ def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
     if not parts.is_plain(experts):
         raise TypeError(f"{type(experts).__name__} has quantized weights, {experts.down_proj.dtype}, which "
                         f"epmoe does not multiply with: use another experts_implementation")
-    x = hidden_states.to(experts.down_proj.dtype).contiguous()
+    down, _ = parts.held(experts, "down_proj")
+    x = hidden_states.to(down.dtype).contiguous()
     idx, weight = top_k_index.contiguous(), top_k_weights.contiguous()
-    num_experts = experts.down_proj.shape[0]
+    num_experts = down.shape[0]
     layer = _alone.get(x.shape[0], x.shape[1], idx.shape[1], num_experts, x.dtype, x.device)
     return parts.compute(experts, layer, x, idx, weight).to(hidden_states.dtype)
 
@@ -84,8 +87,8 @@ def spread_experts(model, ep_group=None, **options):
         The model.  Until all modules are made, it keeps its own experts, also after an error.
 
     Raises:
-        ValueError: On this rank, where there are no experts, for an activation that EPMoE does not have, and
-            as EPMoE.
+        ValueError: On this rank, where there are no experts, or peft has adapted them, for an activation that
+            EPMoE does not have, and as EPMoE.
         EpError: As the creation of an EPMoE.
 
     Examples:
@@ -98,6 +101,9 @@ def spread_experts(model, ep_group=None, **options):
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that transformers lets another "
                          f"implementation compute")
+    if found[0][0].endswith("base_layer"):
+        raise ValueError(f"{found[0][0]}: peft has put an adapter around the experts: spread them first, "
+                         f"then call epmoe.integrations.peft.add_lora")
     layers, made = {}, {}
     try:
         for path, experts in found:

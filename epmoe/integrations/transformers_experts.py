@@ -7,6 +7,7 @@ transformers.
 
 import contextlib
 import threading
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from ..gemm.activations import UNGATED, GptOss, SwiGLU, activate
 from ..gemm.four_bit import PACKED_DTYPES
 from ..gemm.grouped import grouped_gemm
 from ..moe import experts as experts_ops
+from ..moe import lora_products
 from ..torch_modes import is_watched, join_backward, without_dynamo
 
 # The names of K in configurations.
@@ -32,7 +34,8 @@ FEWEST_TOKENS = 1024  # max_tokens of the smallest layer that Layers makes
 
 def is_decorated(module):
     """Whether transformers lets another implementation compute this module."""
-    return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+    # While a parametrization computes down_proj, it is an attribute of the class.  Nothing is computed here.
+    return hasattr(module, "is_transposed") and any(hasattr(m, "down_proj") for m in (type(module), module))
 
 
 def has_gate(experts):
@@ -46,7 +49,7 @@ def has_post_norm(experts):
 def is_plain(experts):
     """Whether the experts are two linear maps of ordinary weights, which epmoe's GEMM can multiply with."""
     return (is_decorated(experts) and not hasattr(experts, "down_proj_scale_inv")
-            and experts.down_proj.dtype in (torch.float32, torch.float16, torch.bfloat16))
+            and held(experts, "down_proj")[0].dtype in (torch.float32, torch.float16, torch.bfloat16))
 
 
 def is_fp8(experts):
@@ -120,16 +123,51 @@ def activation_of(experts):
     return experts._epmoe_activation
 
 
+class Factors(NamedTuple):
+    """What an adapter of peft adds to weights W: scaling * left @ right, of W's dtype."""
+
+    left: torch.Tensor  # [E, W.shape[1], r]
+    right: torch.Tensor  # [E, r, W.shape[2]]
+    scaling: float
+
+
+def held(experts, name):
+    """Return (weights, None); or (W, Factors), where peft adds something to the weights W, and no more.
+
+    peft's ParamWrapper calls the experts while a parametrization of torch computes the weights as W plus the
+    product of two factors.  A parametrization that is not of this form computes its weights here.
+    """
+    made = getattr(experts, "parametrizations", {})
+    if name in made and len(made[name]) == 1 and type(made[name][0]).__module__.startswith("peft."):
+        of_peft, original = made[name][0], getattr(made[name], "original", None)
+        factors = [getattr(of_peft, of, None) for of in ("lhs", "rhs", "scaling")]
+        if all(f is not None for f in (original, *factors)):
+            return original, Factors(*factors)
+    return getattr(experts, name), None
+
+
+class Linear(NamedTuple):
+    """A linear map of the experts."""
+
+    weight: torch.Tensor  # [E, out, in]
+    bias: torch.Tensor | None  # [E, out]
+    factors: Factors | None = None  # of an adapter, for weights [E, out, in]
+
+
 def linear(experts, name):
-    """Return the weights [E, out, in] of a linear map, and its biases or None."""
-    weight = getattr(experts, name)
+    """Return a linear map of the experts."""
+    weight, factors = held(experts, name)
     if experts.is_transposed:
         weight = weight.transpose(1, 2)
-    return weight, getattr(experts, f"{name}_bias") if getattr(experts, "has_bias", False) else None
+        if factors is not None:
+            left, right, scaling = factors
+            factors = Factors(right.transpose(1, 2), left.transpose(1, 2), scaling)
+    return Linear(weight, getattr(experts, f"{name}_bias") if getattr(experts, "has_bias", False) else None,
+                  factors)
 
 
 def up_and_down(experts):
-    """Return (weights, biases) of the first and of the second linear map of the experts."""
+    """Return the first and the second linear map of the experts."""
     return linear(experts, "gate_up_proj" if has_gate(experts) else "up_proj"), linear(experts, "down_proj")
 
 
@@ -230,29 +268,34 @@ def compute(experts, layer, x, idx, weight):
 
     Collective over the ranks of the layer.  The activations that epmoe has run inside of its kernels.
     Others, and norms after each expert, are transformers' own code on the rows of this rank.  A training step
-    in 16 bits runs torch.ops.epmoe.experts, as EPMoE does, unless the weights are transposed.
+    in 16 bits runs torch.ops.epmoe.experts, as EPMoE does, unless the weights are transposed.  While an
+    adapter of peft is at work, its products run beside those of the weights, as in EPMoE.
     """
     try:
-        (up, up_bias), (down, down_bias) = up_and_down(experts)
+        linears = up_and_down(experts)
+        (up, up_bias, *_), (down, down_bias, *_) = linears
         activation = activation_of(experts)
         has_norm = has_post_norm(experts)
         weights = up, up_bias, down, down_bias
-        x = join_backward(x, weight, *weights)
+        factors = [m.factors for m in linears if m.factors is not None]
+        x = join_backward(x, weight, *weights, *(t for f in factors for t in (f.left, f.right)))
         for name, t in (("hidden_states", x), ("top_k_index", idx), ("top_k_weights", weight)):
             if type(t) is not torch.Tensor:
                 check_plain(name, t)
         watched = is_watched()
-        takes = (activation is not None and not has_norm
+        takes = (activation is not None and not has_norm and not factors
                  and experts_ops.takes(layer, x, weight, weights, watched))
     except Exception as error:
         layer._propagate(_C.OP_PLAN, error, 0)
     if takes:
         return experts_ops.run(layer, x, idx, weight, weights, activation, watched)[0]
+    if factors:
+        return _compute_adapted(experts, layer, x, idx, weight, *linears)
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
                                                            bias=up_bias, activation=activation)
     try:
         if activation is None:
-            h = (experts._apply_gate(h) if has_gate(experts) else experts.act_fn(h)).contiguous()
+            h = _activated(experts, h)
         if has_norm:
             y = grouped_gemm(h, down, offsets=layout.expert_offsets, bias=down_bias)
             y = experts.post_expert_norm(y).contiguous()
@@ -262,6 +305,36 @@ def compute(experts, layer, x, idx, weight):
     if has_norm:
         return layer.combine(y, layout, row_weight)
     return layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias)
+
+
+def _activated(experts, h):
+    """Return the rows h after the experts' own activation."""
+    return (experts._apply_gate(h) if has_gate(experts) else experts.act_fn(h)).contiguous()
+
+
+def _compute_adapted(experts, layer, x, idx, weight, up, down):
+    """As compute, for linear maps of which at least one has the factors of an adapter."""
+    rows, row_weight, layout = layer.dispatch(x, idx, weight)
+    offsets, activation = layout.expert_offsets, activation_of(experts)
+
+    def product(rows, of):
+        y = grouped_gemm(rows, of.weight, offsets=offsets, bias=of.bias)
+        if of.factors is None:
+            return y
+        left, right, scaling = of.factors
+        return lora_products.add_product(y, rows, right, left, scaling, offsets)
+
+    try:
+        with torch.autocast(rows.device.type, enabled=False):  # the dtypes are chosen already
+            h = product(rows, up)
+            h = (_activated(experts, h) if activation is None
+                 else lora_products.activate_rows(h, activation, offsets))
+            y = product(h, down)
+            if has_post_norm(experts):
+                y = experts.post_expert_norm(y).contiguous()
+    except Exception as error:
+        layer._propagate(_C.OP_COMBINE, error, layout.buffer)
+    return layer.combine(y, layout, row_weight)
 
 
 def compute_rows(forward, layer, x, idx, weight):
@@ -370,7 +443,7 @@ def _parameters_of(experts):
         return _fp8_parameters(experts)
     if is_mxfp4(experts):
         return _mxfp4_parameters(experts) if is_gpt_oss_mxfp4(experts) else _scaled_parameters(experts)
-    (up, up_bias), (down, down_bias) = up_and_down(experts)
+    (up, up_bias, _), (down, down_bias, _) = up_and_down(experts)
     whole = {"gate_up_proj": up, "down_proj": down, "gate_up_proj_bias": up_bias, "down_proj_bias": down_bias}
     return {n: t for n, t in whole.items() if t is not None}
 

@@ -185,7 +185,7 @@ def check_unmerged(moe: EPMoE, what: str) -> None:
 # ---- calls of all ranks ----
 
 
-def _agree(world: World | Nodes, mine: str) -> None:
+def agree(world: World | Nodes, mine: str) -> None:
     """Raise EpMismatch on all ranks if they make different calls.  Collective."""
     texts = world.exchange(mine.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES))
     for rank, its in enumerate(texts):
@@ -196,12 +196,12 @@ def _agree(world: World | Nodes, mine: str) -> None:
 
 
 def _short(name: Any) -> str:
-    """Return a text for _agree, which may have fewer characters than a long list."""
+    """Return a text for agree, which may have fewer characters than a long list."""
     text = repr(name if name is None or isinstance(name, str) else list(name))
     return text if len(text) <= 128 else f"a list with hash {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _check_name(name: Any) -> str:
+def check_name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"the name of an adapter: wanted a text, got {type(name).__name__}")
     if not name or "." in name or len(name) > _MOST_CHARACTERS or hasattr(nn.ModuleDict, name):
@@ -212,7 +212,7 @@ def _check_name(name: Any) -> str:
 
 def _known(moe: EPMoE, name: Any) -> Adapter:
     adapters = adapters_of(moe)
-    if _check_name(name) not in adapters:
+    if check_name(name) not in adapters:
         raise ValueError(f"no adapter {name!r}: this EPMoE has {sorted(adapters) or 'none'}")
     return adapters[name]
 
@@ -253,7 +253,7 @@ def _add(moe: EPMoE, name: Any, r: Any, alpha: Any, targets: Any, dropout: Any, 
     """Check the arguments, and add an adapter."""
     what = "add_adapter"
     _check_module(moe, what)
-    if _check_name(name) in adapters_of(moe):
+    if check_name(name) in adapters_of(moe):
         raise ValueError(f"{what}: this EPMoE has an adapter {name!r} already")
     numbers = _check_sizes(moe, r, alpha, targets, dropout, dtype)
     seed = int(torch.randint(1 << 40, (), device="cpu"))
@@ -268,7 +268,7 @@ def _add(moe: EPMoE, name: Any, r: Any, alpha: Any, targets: Any, dropout: Any, 
     return adapter
 
 
-def _remove(moe: EPMoE, name: str) -> None:
+def remove(moe: EPMoE, name: str) -> None:
     state, adapters = moe._lora, cast(nn.ModuleDict, moe._modules["adapters"])
     assert state is not None
     if name == state.active or name in state.mixed:
@@ -329,11 +329,16 @@ def _key(wrapper: str, factor: str) -> str:
     return f"{wrapper}lora_{factor}.weight"
 
 
+def keys_of(name: str, targets: tuple[str, ...]) -> tuple[str, str]:
+    """Return peft's names of A and B of a weight, of an adapter with these targets."""
+    wrapper = _INNER if len(targets) > 1 and name == WEIGHTS[0] else _OUTER
+    return _key(wrapper, "A"), _key(wrapper, "B")
+
+
 def _to_peft(name: str, targets: tuple[str, ...], a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """Return peft's tensors of a weight.  a: [E, r, K] of all experts.  b: [E, N, r]."""
-    wrapper = _INNER if len(targets) > 1 and name == WEIGHTS[0] else _OUTER
-    return {_key(wrapper, "A"): a.flatten(0, 1).contiguous(),
-            _key(wrapper, "B"): b.permute(1, 2, 0).flatten(1, 2).contiguous()}
+    of_a, of_b = keys_of(name, targets)
+    return {of_a: a.flatten(0, 1).contiguous(), of_b: b.permute(1, 2, 0).flatten(1, 2).contiguous()}
 
 
 def _shapes_in_peft(moe: EPMoE, name: str, r: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -474,11 +479,11 @@ def add_adapter(moe: EPMoE, name: str, r: int, alpha: float,
     try:
         with together(moe.layer.world):
             adapter = _add(moe, name, r, alpha, targets, dropout, dtype)
-        _agree(moe.layer.world, f"add_adapter({name!r}, r={adapter.r}, alpha={adapter.alpha}, targets="
-                                f"{adapter.targets}, dropout={adapter.dropout}, dtype={dtype})")
+        agree(moe.layer.world, f"add_adapter({name!r}, r={adapter.r}, alpha={adapter.alpha}, targets="
+                               f"{adapter.targets}, dropout={adapter.dropout}, dtype={dtype})")
     except BaseException:
         if adapter is not None:
-            _remove(moe, name)
+            remove(moe, name)
         raise
 
 
@@ -521,7 +526,7 @@ def set_adapter(moe: EPMoE, name: str | Sequence[str] | None) -> None:
         if len(dtypes) > 1 or len(set(names)) < len(names):
             raise ValueError(f"set_adapter: the adapters {list(names)} must be different ones of one "
                              f"dtype")
-    _agree(moe.layer.world, f"set_adapter({_short(name)})")
+    agree(moe.layer.world, f"set_adapter({_short(name)})")
     if name is None or isinstance(name, str):
         _activate(moe, name)
     else:
@@ -553,8 +558,8 @@ def remove_adapter(moe: EPMoE, name: str) -> None:
     with together(moe.layer.world):
         check_unmerged(moe, "remove_adapter")
         _known(moe, name)
-    _agree(moe.layer.world, f"remove_adapter({name!r})")
-    _remove(moe, name)
+    agree(moe.layer.world, f"remove_adapter({name!r})")
+    remove(moe, name)
 
 
 def merge_adapter(moe: EPMoE, unload: bool = False) -> None:
@@ -600,7 +605,7 @@ def merge_adapter(moe: EPMoE, unload: bool = False) -> None:
             raise RuntimeError(f"{what}: {', '.join(moe._computed)} of this EPMoE: computed by a "
                                f"parametrization or pruning: remove it first")
         _check_module(moe, what)
-    _agree(moe.layer.world, f"merge_adapter({bool(unload)}) of {moe.active_adapter!r}")
+    agree(moe.layer.world, f"merge_adapter({bool(unload)}) of {moe.active_adapter!r}")
     try:
         with together(moe.layer.world):
             for target in adapter.targets:
@@ -612,7 +617,7 @@ def merge_adapter(moe: EPMoE, unload: bool = False) -> None:
     state, name = moe._lora, moe.active_adapter
     assert state is not None and name is not None
     if unload:
-        _remove(moe, name)
+        remove(moe, name)
     else:
         state.unmerged = before
         adapter.requires_grad_(False)
@@ -639,7 +644,7 @@ def unmerge_adapter(moe: EPMoE) -> None:
     with together(moe.layer.world):
         if state is None or not state.unmerged:
             raise RuntimeError("unmerge_adapter: no adapter is merged: call merge_adapter first")
-    _agree(moe.layer.world, "unmerge_adapter()")
+    agree(moe.layer.world, "unmerge_adapter()")
     _put_back(moe, state.unmerged)
     state.unmerged = {}
     adapters_of(moe)[cast(str, state.active)].requires_grad_(True)
@@ -684,7 +689,7 @@ def adapter_state_dict(moe: EPMoE, name: str) -> dict[str, Tensor]:
     with together(moe.layer.world):
         adapter = _known(moe, name)
         _check_module(moe, "adapter_state_dict")
-    _agree(moe.layer.world, f"adapter_state_dict({name!r})")
+    agree(moe.layer.world, f"adapter_state_dict({name!r})")
     found: dict[str, Tensor] = {}
     for target in adapter.targets:
         factors = cast(Factors, adapter.factors(target))
@@ -736,7 +741,7 @@ def load_adapter(moe: EPMoE, name: str, state: Mapping[str, Tensor], *, alpha: f
             what = "load_adapter"
             check_unmerged(moe, what)
             _check_module(moe, what)
-            old = adapters_of(moe).get(_check_name(name))
+            old = adapters_of(moe).get(check_name(name))
             wanted = None if targets is None else _check_sizes(moe, 1, 1, targets, 0, None)[2]
             r, whole = _from_peft(moe, state, prefix, wanted if old is None else old.targets)
             if old is None and alpha is None:
@@ -751,12 +756,12 @@ def load_adapter(moe: EPMoE, name: str, state: Mapping[str, Tensor], *, alpha: f
             if old is None:
                 old = _add(moe, name, r, alpha, tuple(whole), dropout, dtype)
                 is_new = True
-        _agree(moe.layer.world, f"load_adapter({name!r}, r={r}, alpha={old.alpha}, targets="
-                                f"{old.targets}, dropout={old.dropout}, dtype={dtype})")
+        agree(moe.layer.world, f"load_adapter({name!r}, r={r}, alpha={old.alpha}, targets="
+                               f"{old.targets}, dropout={old.dropout}, dtype={dtype})")
         _copy(moe, old, whole)
     except BaseException:
         if is_new:
-            _remove(moe, name)
+            remove(moe, name)
         raise
 
 

@@ -179,10 +179,7 @@ def multiply(moe: EPMoE, adapter: Adapter, rows: Tensor, offsets: Tensor) -> Ten
     """
     with torch.autocast(rows.device.type, enabled=False):  # the dtypes are chosen already
         h = _linear(moe, adapter, "gate_up_proj", rows, offsets)
-        if h.dtype == torch.float32:
-            return _linear(moe, adapter, "down_proj", activate(h, moe.activation), offsets)
-        a = _Activation.apply(h, moe.activation, offsets)
-        return _linear(moe, adapter, "down_proj", a, offsets)
+        return _linear(moe, adapter, "down_proj", activate_rows(h, moe.activation, offsets), offsets)
 
 
 def _held(moe: EPMoE, name: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -219,13 +216,29 @@ def _linear(moe: EPMoE, adapter: Adapter, name: str, rows: Tensor, offsets: Tens
     base, factors = _base(moe, name, rows, offsets), adapter.factors(name)
     if factors is None:
         return base
-    a, b = _padded(moe._scaled("", factors.lora_A), moe._scaled("", factors.lora_B))
-    x = F.dropout(rows, adapter.dropout, adapter.training) if adapter.dropout else rows
+    a, b = moe._scaled("", factors.lora_A), moe._scaled("", factors.lora_B)
+    return add_product(base, rows, a, b, adapter.scaling, offsets, adapter.dropout if adapter.training else 0)
+
+
+def add_product(base: Tensor, rows: Tensor, a: Tensor, b: Tensor, scaling: float, offsets: Tensor,
+                dropout: float = 0.0) -> Tensor:
+    """Return base + s * (dropout(rows) @ A.T) @ B.T.
+
+    base: [M, N], rows @ W.T.  rows: [M, K], grouped by expert.  a: [L, r, K].  b: [L, N, r].  scaling: s.
+    """
+    a, b = _padded(a, b)
+    x = F.dropout(rows, dropout) if dropout else rows
     delta = grouped_gemm(grouped_gemm(x.to(a.dtype), a, offsets=offsets), b, offsets=offsets)
     if base.dtype == torch.float32:
-        return torch.add(base, delta, alpha=adapter.scaling)
+        return torch.add(base, delta, alpha=scaling)
     # Not torch.add with an alpha: on a CPU its bits depend on the place of a number.
-    return (base.float() + delta.float() * adapter.scaling).to(base.dtype)
+    return (base.float() + delta.float() * scaling).to(base.dtype)
+
+
+def activate_rows(h: Tensor, activation: Activation, offsets: Tensor) -> Tensor:
+    """Return activation(h) of rows grouped by expert, computed in float32 and rounded once."""
+    return (activate(h, activation) if h.dtype == torch.float32
+            else cast(Tensor, _Activation.apply(h, activation, offsets)))
 
 
 # ---- a mixture: each token has its own adapter ----
@@ -288,9 +301,7 @@ def _multiply_mixed(moe: EPMoE, state: State, rows: Tensor, offsets: Tensor, num
             return _multiply_side_by_side(moe, state.side_by_side(moe), rows, offsets, numbers)
         mixture = _Groups(moe, adapters, offsets, numbers)
         h = mixture.linear("gate_up_proj", rows)
-        if h.dtype == torch.float32:
-            return mixture.linear("down_proj", activate(h, moe.activation))
-        return mixture.linear("down_proj", _Activation.apply(h, moe.activation, offsets))
+        return mixture.linear("down_proj", activate_rows(h, moe.activation, offsets))
 
 
 class SideBySide:

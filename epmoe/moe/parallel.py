@@ -65,6 +65,15 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) in known]
 
 
+def _check_unwrapped(model: nn.Module) -> None:
+    """Raise ValueError where peft has put an adapter of its own around the experts of a rank."""
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), EPMoE):
+            raise ValueError(f"{path}: peft has put an adapter around an EPMoE, whose factors would be taken "
+                             f"for those of the same experts on all ranks: use EPMoE.add_adapter, or "
+                             f"add_lora of epmoe.integrations.peft")
+
+
 def prepare_ddp(model: _Model, process_group: ProcessGroup | None = None) -> _Model:
     """Prepare a model for DistributedDataParallel: it will leave the experts alone.  Not collective.
 
@@ -83,7 +92,8 @@ def prepare_ddp(model: _Model, process_group: ProcessGroup | None = None) -> _Mo
 
     Raises:
         ValueError: If the group has other ranks than the experts are on.  Then some ranks hold the same
-            experts, which nothing would average: use prepare_fsdp and FSDP2.
+            experts, which nothing would average: use prepare_fsdp and FSDP2.  If peft has put an adapter of
+            its own around an EPMoE, which does not have all experts.
 
     Examples:
         >>> import epmoe
@@ -95,6 +105,8 @@ def prepare_ddp(model: _Model, process_group: ProcessGroup | None = None) -> _Mo
         >>> moe.finalize()
     """
     spread = {name: found for name, found in _experts(model).items() if is_spread(found[0].layer.world)}
+    if spread:
+        _check_unwrapped(model)
     for moe, _ in spread.values():
         own, ranks = (sorted(dist.get_process_group_ranks(g or dist.group.WORLD))
                       for g in (moe.layer.world.group, process_group))
@@ -147,7 +159,8 @@ def prepare_fsdp(model: _Model, mesh: DeviceMesh | None = None,
 
     Raises:
         ValueError: If the groups of experts do not divide all ranks into groups of equal size, `mesh` has
-            ranks with different experts, or an EPMoE has adopted a module that does not contain it.
+            ranks with different experts, or an EPMoE has adopted a module that does not contain it.  For an
+            adapter of peft as prepare_ddp.
 
     Examples:
         >>> import epmoe
@@ -171,6 +184,7 @@ def prepare_fsdp(model: _Model, mesh: DeviceMesh | None = None,
                 moe.layer.device.type, groups, mesh_dim_names=("replicas", "experts"))["replicas"]
         if not is_spread(world):
             continue
+        _check_unwrapped(model)
         own_mesh = meshes[id(world)] if mesh is None else mesh
         around = [m for m in moe._adopted if any(part is moe for part in m.modules())]
         outer = max(around, key=lambda m: sum(1 for _ in m.modules()), default=moe)
