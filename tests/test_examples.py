@@ -4,6 +4,7 @@ On the CPU each example is a process that forks its ranks (see warm/). Under tor
 each example with another torchrun, and the other ranks wait.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import frameworks
 from epmoe.testing import meeting_place
 from rank_processes import LIMIT_S, run
 
@@ -32,13 +34,14 @@ EXAMPLES = [
      r"not checked"),
     ("train_lm.py", "--quick", r"demo: ok"),
     ("finetune_transformers.py", "", r"fine-tuned: ok"),
+    ("finetune_lora.py", "", r"fine-tuned with LoRA: ok"),
     ("generate_transformers.py", "", r"the texts of all ranks .*: ok"),
     ("decode_gpt_oss.py", "", r"MXFP4, bfloat16 and the model in one process .*: ok"),
 ]
 IDS = [f"{name} {arguments}".strip().replace(" ", "_") for name, arguments, _ in EXAMPLES]
 OF_FOUR_RANKS = ("train_lm.py", "--quick --nodes 2", r"demo: ok")
-LONG = ("train_lm.py_--quick", "train_lm.py_nodes", "finetune_transformers.py", "generate_transformers.py",
-        "decode_gpt_oss.py")
+LONG = ("train_lm.py_--quick", "train_lm.py_nodes", "finetune_transformers.py", "finetune_lora.py",
+        "generate_transformers.py", "decode_gpt_oss.py")
 ON_CPU = [pytest.param(*example, id=name, marks=[pytest.mark.long] if name in LONG else [])
           for example, name in zip([*EXAMPLES, OF_FOUR_RANKS], [*IDS, "train_lm.py_nodes"])]
 
@@ -48,9 +51,16 @@ def check_packages(name):
     if name == "decode_gpt_oss.py":
         pytest.importorskip("safetensors")
         pytest.importorskip("transformers.integrations.mxfp4")
-    if name.endswith("_transformers.py"):
+    if name.endswith(("_transformers.py", "finetune_lora.py")):
         pytest.importorskip("accelerate")
         pytest.importorskip("transformers.distributed.expert_parallel")
+    if name == "finetune_lora.py":
+        frameworks.need("peft")
+
+
+def path_of(name, *folders):
+    """Return PYTHONPATH of an example: the folders, and that of the packages it needs beside those here."""
+    return ":".join([*folders, *([str(frameworks.FOLDER)] if name == "finetune_lora.py" else [])])
 
 
 def check(outcome, line):
@@ -71,7 +81,7 @@ def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
     check_packages(name)
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
     check(run(command, tmp_path, CUDA_VISIBLE_DEVICES="", EPMOE_TEST_WARM="1",
-              PYTHONPATH=str(ROOT / "tests/warm")), line)
+              PYTHONPATH=path_of(name, str(ROOT / "tests/warm"))), line)
 
 
 @pytest.mark.cpu_only
@@ -101,7 +111,8 @@ def test_examples_run_under_torchrun(ranks, tmp_path, name, arguments, line):
             return None
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                     str(world.size)]
-        return run([*torchrun, str(ROOT / "examples" / name), *arguments.split()], tmp_path)
+        return run([*torchrun, str(ROOT / "examples" / name), *arguments.split()], tmp_path,
+                   PYTHONPATH=path_of(name, *filter(None, [os.environ.get("PYTHONPATH")])))
 
     outcome = ranks(start, timeout_s=LIMIT_S + 30)[0]
     check(outcome, line)
