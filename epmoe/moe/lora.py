@@ -31,7 +31,7 @@ from ..a2a.base import together
 from ..comm.device import integer
 from ..errors import EpMismatch
 from ..torch_modes import writing
-from .lora_products import SideBySide
+from .lora_products import CopiedFactors
 from .shards import is_dtensor, tensors, to_first
 from .weights import WEIGHTS
 
@@ -123,24 +123,24 @@ class State:
         mixed: The names of the adapters of which each token has its own, or ().
         trained: {name: requires_grad} of the parameters that an active adapter freezes, as they were before.
         unmerged: {name: the weight before the adapter was added to it, on the CPU}; empty if none is merged.
-        copied: The factors of `mixed`, side by side, or None: not copied yet.
+        copied: The factors of `mixed` in one tensor, or None: not copied yet.
     """
 
     active: str | None = None
     mixed: tuple[str, ...] = ()
     trained: dict[str, bool] = dataclasses.field(default_factory=dict)
     unmerged: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-    copied: SideBySide | None = None
+    copied: CopiedFactors | None = None
 
     def adapters(self, moe: EPMoE) -> list[Adapter]:
         """Return the adapters of `mixed`."""
         return [adapters_of(moe)[name] for name in self.mixed]
 
-    def side_by_side(self, moe: EPMoE) -> SideBySide:
-        """Return the factors of `mixed`, copied again if a program has written to one."""
-        adapters = self.adapters(moe)
-        if self.copied is None or self.copied.versions != self.copied.versions_of(adapters):
-            self.copied = SideBySide(moe, adapters)
+    def copied_factors(self, moe: EPMoE) -> CopiedFactors:
+        """Return the factors of `mixed`, as the parameters are now."""
+        if self.copied is None:
+            self.copied = CopiedFactors(moe, self.adapters(moe))
+        self.copied.update()
         return self.copied
 
 

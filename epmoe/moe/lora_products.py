@@ -295,63 +295,77 @@ def run_mixed(moe: EPMoE, state: State, layer: EPAll2AllLayer | LowLatencyAll2Al
 
 def _multiply_mixed(moe: EPMoE, state: State, rows: Tensor, offsets: Tensor, numbers: Tensor) -> Tensor:
     """Return the outputs [M, H] for rows [M, H].  numbers: [M], that of each row's adapter."""
-    adapters = state.adapters(moe)
+    factors = state.copied_factors(moe)
     with torch.autocast(rows.device.type, enabled=False):  # the dtypes are chosen already
-        if _adds_at_once(moe, rows, adapters) and sum(padded_rank(a.r) for a in adapters) <= _FEW_COLUMNS:
-            return _multiply_side_by_side(moe, state.side_by_side(moe), rows, offsets, numbers)
-        mixture = _Groups(moe, adapters, offsets, numbers)
+        if factors.are_columns:
+            return _multiply_columns(moe, factors, rows, offsets, numbers)
+        mixture = _Groups(moe, factors, offsets, numbers)
         h = mixture.linear("gate_up_proj", rows)
         return mixture.linear("down_proj", activate_rows(h, moe.activation, offsets))
 
 
-class SideBySide:
-    """The factors of several adapters as those of one, whose rank is the sum of theirs.
+class CopiedFactors:
+    """The factors of several adapters in one tensor, all padded to the largest rank r.
+
+    It stays where it is when it is copied again: a captured CUDA graph reads it.
 
     Attributes:
-        factors: {weight: (s A [L, R, K], B [L, N, R])} of those that an adapter changes.
-        number: [R]: to which adapter a column of the products with A belongs.
-        versions: of the parameters from which it was copied.
+        adapters: Those of the list.
+        are_columns: Whether the factors are those of one adapter of rank n * r, or of L * n experts.
+        factors: {weight: (s A, B)} of those that an adapter changes: [L, n * r, K] and [L, N, n * r], or
+            [L * n, r, K] and [L * n, N, r].
+        number: [n * r]: to which adapter a column of the products with A belongs.
     """
 
     def __init__(self, moe: EPMoE, adapters: Sequence[Adapter]) -> None:
-        self.versions = self.versions_of(adapters)
+        self.adapters, self._versions = adapters, list[tuple[int, int]]()
+        self._num, like = len(adapters), next(adapters[0].parameters())
+        widest = max(adapter.r for adapter in adapters)
+        self._r = widest if like.dtype == torch.float32 else padded_rank(widest)
+        self.are_columns = (self._num * self._r <= _FEW_COLUMNS and like.dtype == moe.layer.dtype
+                            and _adds_at_once(moe, like, adapters))
+        self.number = torch.arange(self._num, device=like.device).repeat_interleave(self._r)
         self.factors = dict[str, low_rank.Factors]()
-        device = moe.layer.device
-        ranks = torch.tensor([padded_rank(a.r) for a in adapters])
-        self.number = torch.arange(len(adapters)).repeat_interleave(ranks).to(device)
-        for name in WEIGHTS:
-            pairs = [adapter.factors(name) for adapter in adapters]
-            if not any(pairs):
-                continue
-            num, n, k = moe._shapes[name]
-            like = next(adapters[0].parameters())
-            a = like.new_zeros(num, len(self.number), k)
-            b = like.new_zeros(num, n, len(self.number))
-            at = 0
-            for adapter, pair in zip(adapters, pairs):
-                if pair is not None:
-                    a[:, at:at + adapter.r] = pair.lora_A * adapter.scaling
-                    b[:, :, at:at + adapter.r] = pair.lora_B
-                at += padded_rank(adapter.r)
-            self.factors[name] = a, b
+        with torch.inference_mode(False):
+            for name in WEIGHTS:
+                if any(adapter.factors(name) for adapter in adapters):
+                    num, n, k = moe._shapes[name]
+                    a = like.new_zeros(num * self._num, self._r, k)
+                    b = (like.new_zeros(num, n, self._num * self._r) if self.are_columns
+                         else like.new_zeros(num * self._num, n, self._r))
+                    self.factors[name] = a.view(num, -1, k) if self.are_columns else a, b
 
-    @staticmethod
-    def versions_of(adapters: Sequence[Adapter]) -> list[tuple[int, int]]:
-        """Return what changes when a program writes to a parameter, or gives it other memory."""
-        return [(p.data_ptr(), p._version) for adapter in adapters for p in adapter.parameters()]
+    def update(self) -> None:
+        """Copy the factors, if a program has written to one since the last time, or given it other memory."""
+        versions = [(p.data_ptr(), p._version) for adapter in self.adapters for p in adapter.parameters()]
+        if versions == self._versions:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for name, (a, b) in self.factors.items():
+                of_a = a.view(-1, self._num, self._r, a.shape[-1])  # [L, n, r, K] and [L, n, N, r]
+                of_b = (b.unflatten(2, (self._num, self._r)).permute(0, 2, 1, 3) if self.are_columns
+                        else b.unflatten(0, (-1, self._num)))
+                for i, adapter in enumerate(self.adapters):
+                    pair = adapter.factors(name)
+                    if pair is not None:
+                        of_a[:, i, :adapter.r] = pair.lora_A * adapter.scaling
+                        of_b[:, i, :, :adapter.r] = pair.lora_B
+        self._versions = versions
 
 
-def _multiply_side_by_side(moe: EPMoE, both: SideBySide, rows: Tensor, offsets: Tensor,
-                           numbers: Tensor) -> Tensor:
-    own = numbers[:, None] == both.number
+def _multiply_columns(moe: EPMoE, copied: CopiedFactors, rows: Tensor, offsets: Tensor,
+                      numbers: Tensor) -> Tensor:
+    """Multiply by the factors of all adapters, and set the columns of other adapters to zero."""
+    own = numbers[:, None] == copied.number
 
     def linear(name: str, x: Tensor, activation: Activation | None) -> Tensor:
         low = None
-        if name in both.factors:
-            a, b = both.factors[name]
+        if name in copied.factors:
+            a, b = copied.factors[name]
             low = torch.where(own, _product(FORWARD, x, a, offsets), 0), b
-        return low_rank.multiply(x, getattr(moe, name).detach(), offsets, low, kernel=as_kernel(activation),
-                                 bias=bias_of(moe.layer, getattr(moe, name + "_bias")))[0]
+        weight, bias = getattr(moe, name).detach().contiguous(), getattr(moe, name + "_bias")
+        return low_rank.multiply(x, weight, offsets, low, kernel=as_kernel(activation),
+                                 bias=bias_of(moe.layer, bias))[0]
 
     return linear("down_proj", linear("gate_up_proj", rows.contiguous(), moe.activation), None)
 
@@ -359,39 +373,28 @@ def _multiply_side_by_side(moe: EPMoE, both: SideBySide, rows: Tensor, offsets: 
 class _Groups:
     """The rows of a call, in the order of (expert, adapter): a grouped GEMM has a group for each pair."""
 
-    def __init__(self, moe: EPMoE, adapters: Sequence[Adapter], offsets: Tensor, numbers: Tensor) -> None:
-        self.moe, self.offsets, self.adapters = moe, offsets, adapters
-        num, num_local = len(self.adapters), len(offsets) - 1
+    def __init__(self, moe: EPMoE, copied: CopiedFactors, offsets: Tensor, numbers: Tensor) -> None:
+        self.moe, self.offsets, self.copied = moe, offsets, copied
+        num, num_local = len(copied.adapters), len(offsets) - 1
         expert = expert_of_row(offsets, len(numbers))
         self.has = ((expert < num_local) & (numbers >= 0) & (numbers < num))[:, None]
-        self.number = torch.where(self.has[:, 0], numbers, 0).to(torch.int64)
-        group = torch.where(self.has[:, 0], expert * num + self.number, num_local * num)
+        number = torch.where(self.has[:, 0], numbers, 0).to(torch.int64)
+        group = torch.where(self.has[:, 0], expert * num + number, num_local * num)
         group, self.order = torch.sort(group, stable=True)
         bounds = torch.arange(num_local * num + 1, device=group.device)
         self.groups = torch.searchsorted(group, bounds).to(torch.int32)
 
     def linear(self, name: str, rows: Tensor) -> Tensor:
-        """Return rows @ W.T + bias + s * (rows @ A.T) @ B.T, with A, B and s of each row."""
+        """Return rows @ W.T + bias + (rows @ (s A).T) @ B.T, with A, B and s of each row."""
         base = _base(self.moe, name, rows, self.offsets)
-        factors = [adapter.factors(name) for adapter in self.adapters]
-        if not any(factors):
+        if name not in self.copied.factors:
             return base
-        _, n, k = self.moe._shapes[name]
-        dtype, num_local = next(self.adapters[0].parameters()).dtype, len(self.offsets) - 1
-        r = max(adapter.r for adapter in self.adapters)
-        r = r if dtype == torch.float32 else padded_rank(r)
-        all_a = torch.zeros(num_local, len(factors), r, k, dtype=dtype, device=rows.device)
-        all_b = torch.zeros(num_local, len(factors), n, r, dtype=dtype, device=rows.device)
-        for i, f in enumerate(factors):
-            if f is not None:
-                all_a[:, i, :f.lora_A.shape[1]] = f.lora_A
-                all_b[:, i, :, :f.lora_B.shape[2]] = f.lora_B
-        t = grouped_gemm(rows[self.order].to(dtype), all_a.flatten(0, 1), offsets=self.groups)
-        t = grouped_gemm(t, all_b.flatten(0, 1), offsets=self.groups)
+        a, b = self.copied.factors[name]
+        t = grouped_gemm(rows[self.order].to(a.dtype), a, offsets=self.groups)
+        t = grouped_gemm(t, b, offsets=self.groups)
         delta = torch.empty_like(t)
         delta[self.order] = t
-        scaling = torch.tensor([a.scaling for a in self.adapters], dtype=torch.float32, device=rows.device)
-        y = (base.float() + delta.float() * scaling[self.number, None]).to(base.dtype)
+        y = (base.float() + delta.float()).to(base.dtype)
         return torch.where(self.has, y, base)  # other rows of delta are undefined
 
 
