@@ -611,6 +611,47 @@ def test_lora_mixture_mistakes():
     moe.finalize()
 
 
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_lora_in_a_cuda_graph(ranks, mixed, decode):
+    """Replays with other tokens, choices, adapters and factors have the bits of calls outside of the graph.
+
+    Ranks that are threads do not replay graphs beside each other, so without torchrun there is one.
+    """
+    model = Model(dtype=BF16, capacity=True, bias=True)
+
+    def run(world, device):
+        moe = _with_three(world, device, model)
+        if moe.layer.low_latency is None:
+            moe.enable_decode(model.tokens)
+        moe.set_adapter(["a", "c"] if mixed else "a")
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        numbers = torch.arange(len(x), device=device) % 3
+        options = {"decode": decode, **({"adapters": numbers} if mixed else {})}
+        with torch.no_grad():
+            moe(x, idx, weight, **options)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                y = moe(x, idx, weight, **options)
+        same = []
+        for seed in range(3):
+            for t in (x, idx, weight):
+                t.copy_(t.roll(seed, 0))
+            numbers.copy_((numbers + seed) % 3)
+            fill(moe, "a", factors_of(model, moe.num_experts, RANKS_OF["a"], seed=seed + 5))
+            with torch.no_grad():
+                want = moe(x, idx, weight, **options)  # copies the factors of a mixture in place
+            graph.replay()
+            same.append(torch.equal(y, want) and (not len(y) or bool(y.any())))
+        moe.layer.synchronize()
+        moe.finalize()
+        return same
+
+    for same in ranks(run, world_size=1):
+        assert all(same)
+
+
 # ---- beside the rest of EPMoE ----
 
 
