@@ -135,9 +135,9 @@ def count_traffic(args, layout, rank, row_bytes):
     away = torch.arange(layout.layer.world_size) != rank
     by_rank = layout.counts.cpu().unflatten(1, (len(away), -1)).sum(2)  # choices from rank to rank
     sent, received = layout.send_tokens.cpu()[away].sum(), layout.recv_tokens.cpu()[away].sum()
-    # dispatch sends with each row its token and its return slot, and the row and weight of each choice.
+    # dispatch sends with each row its token, return slot and tag, and the row and weight of each choice.
     # combine without local sums sends two numbers with each row.
-    dispatch = sent * (row_bytes + 8 + (4 if args.no_weight else 8) * args.topk)
+    dispatch = sent * (row_bytes + 12 + (4 if args.no_weight else 8) * args.topk)
     combine = received * row_bytes
     if not args.enable_local_combine:
         combine = by_rank[away, rank].sum() * (row_bytes + 8)

@@ -88,7 +88,7 @@ static void pack_token(const EpLlDispatchParams *p, uint32_t t, unsigned char *t
     float weights[EP_MAX_TOPK];
     my_weights(p, t, weights);
     memcpy(to + ep_ll_weights_at(c), weights, 4ull * c->shape.num_topk);
-    const int32_t tag = p->tag ? p->tag[t] : 0;
+    const uint32_t tag = ep_ll_caller_tag(p->tag ? (uint32_t)p->tag[t] : 0);
     if (c->shape.num_topk < EP_MAX_TOPK) memcpy(to + tag_at(c), &tag, 4);
 }
 
@@ -150,7 +150,11 @@ static void place_row(const EpLlDispatchParams *p, const unsigned char *from, ui
     const uint64_t lines = ep_ll_scale_lines(&c->shape, p->fp8);
     if (row >= ep_ll_num_rows(&c->shape, p->is_masked)) return;
     memcpy((unsigned char *)p->rows + row * num_bytes, from, num_bytes);
-    if (p->row_tag) memcpy(p->row_tag + row, from + tag_at(c), 4);
+    if (p->row_tag) {
+        uint32_t tag;
+        memcpy(&tag, from + tag_at(c), 4);
+        p->row_tag[row] = (int32_t)ep_ll_caller_tag(tag);
+    }
     for (uint32_t g = 0; p->fp8 && g < c->shape.hidden / EP_FP8_GROUP; g++) {
         uint32_t bits;
         memcpy(&bits, from + ep_ll_scales_at(c) + 4ull * g, 4);

@@ -145,6 +145,9 @@ EP_FN void ep_ll_put_scale(const EpLlDispatchParams *p, uint64_t row, uint32_t g
     else ((uint32_t *)p->scales)[row + (uint64_t)group * p->scale_line] = bits;
 }
 EP_PURE uint64_t ep_ll_weights_at(const EpComm *c) { return c->layout.row_bytes; }
+/* A tag as a value of a word, and back. ep_ll_word changes the value with all bits set: this is the tag
+ * INT32_MAX then, and not -1. It arrives as -1. */
+EP_PURE uint32_t ep_ll_caller_tag(uint32_t tag) { return tag ^ 0x80000000u; }
 /* The weights of a token, and its tag if a warp has a lane for it. */
 EP_PURE uint32_t ep_ll_num_weight_words(const EpShape *s) {
     return s->num_topk < EP_MAX_TOPK ? s->num_topk + 1 : s->num_topk;

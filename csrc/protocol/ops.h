@@ -167,8 +167,9 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * [ep_ll_handle_words], for combine. Masked: rows [L][W * max_tokens][H] and scales [L][lines][..]; else rows
  * [capacity][H] and scales [lines][..], where a line has a multiple of 4 scales, at least as many as there
  * are rows. Scales are f32 with H / 128 lines, or for UE8M0 i32 with H / 512 lines. counts i32 [L]: the rows
- * of each expert. fp8: EpLlFp8; without it rows have the layer's dtype and scales are NULL. tag i32 [T] and
- * row_tag i32, for each row: as in dispatch; with fewer than 32 choices. parts: EpLlParts. */
+ * of each expert. fp8: EpLlFp8; without it rows have the layer's dtype and scales are NULL. tag i32 [T],
+ * without INT32_MAX, and row_tag i32, for each row: as in dispatch; with fewer than 32 choices. parts:
+ * EpLlParts. */
 #define EP_ARGS_ll_dispatch(X, S)   \
     X(S, TENSOR, x)                 \
     X(S, TENSOR, indices)           \

@@ -14,7 +14,7 @@
 
 /* The version of everything that ranks write to each other. They compare it when they meet, in every frame
  * of a socket and in every header. */
-#define EP_ABI_VERSION 0x6570000du
+#define EP_ABI_VERSION 0x6570000eu
 #define EP_LINE 128u /* bytes; words with different writers are on different lines */
 
 /* The header that a rank writes to every peer when it enters an operation. The fields of the X list must

@@ -70,7 +70,7 @@ int call_plan(Step *st) {
 
 bool has_tags(uint32_t rank) { return rank != 1; }
 int32_t tag_of(uint32_t rank, uint32_t token) {
-    return has_tags(rank) ? (int32_t)(token * 7919 + rank) - 5 : 0;
+    return !has_tags(rank) ? 0 : token % 3 == 0 ? -1 : token % 3 == 1 ? INT32_MIN : (int32_t)(token + rank);
 }
 
 int call_dispatch(Step *st) {

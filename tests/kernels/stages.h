@@ -169,7 +169,7 @@ struct Problem {
             k.weight = (float *)shared(4 * T * K);
             k.scalar = (float *)shared(4ull * s.capacity);
             if (r != 1) k.tag = (int32_t *)shared(4 * T);
-            for (uint64_t t = 0; t < T && k.tag; t++) k.tag[t] = (int32_t)(t / c->num_copies * 7919 + r - 3);
+            for (uint64_t t = 0; t < T && k.tag; t++) k.tag[t] = (int32_t)(t / c->num_copies * 7919 + r) - 1;
             k.row_weight_in = (float *)shared(4ull * s.capacity);
             for (uint64_t i = 0; i < T * K * ROUNDS; i++)
                 k.idx[i] = below(8) < c->drops ? -1 : (int64_t)below(below(2) ? s.num_experts : 2);

@@ -145,6 +145,7 @@ static bool check(const Case *c) {
             ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok;
             ok = same("the rows", r, i, a.rows, b.rows, num_rows * c->shape.hidden) && ok;
             ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4 * num_rows) && ok;
+            ok = same_tags(q, r, i) && ok;
             ok =
                 same("the scales", r, i, s.rows[0][r][i], s.rows[1][r][i], 4 * s.num_groups * num_rows) && ok;
         }

@@ -201,6 +201,11 @@ static const struct {
     {{"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_LOW_LATENCY, 36}, {12}, 0}, {0, 0, 0, 0}},
     {{"32 choices, more experts than threads", {1, 200, 32, 3, 8, EP_BF16, EP_LOW_LATENCY, 96}, {3}, 0},
      {0, 0, 0, 0}},
+    {{"31 choices, which leave a lane for the tag",
+      {2, 40, 31, 3, 24, EP_BF16, EP_LOW_LATENCY, 186},
+      {3, 2},
+      0},
+     {0, 0, 0, 0}},
     {Case{"an index out of range", {2, 4, 2, 16, 16, EP_BF16, EP_LOW_LATENCY, 64}, {16, 9}, 0}.with_bad_index(
          1),
      {0, 0, 0, 0}},

@@ -33,10 +33,11 @@ EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
     }
 }
 
-/* For lane k: the bits of the weight of choice k of this rank's token; for lane K its tag. */
+/* For lane k: the bits of the weight of choice k of this rank's token; for lane K those of its tag
+ * (ep_ll_caller_tag). */
 EP_FN uint32_t my_weight(const EpLlDispatchParams &p, uint32_t token) {
     const uint32_t K = p.comm.shape.num_topk;
-    if (ep_lane() == K) return p.tag ? (uint32_t)p.tag[token] : 0;
+    if (ep_lane() == K) return ep_ll_caller_tag(p.tag ? (uint32_t)p.tag[token] : 0);
     return __float_as_uint(ep_lane() < K && p.weight ? p.weight[(uint64_t)token * K + ep_lane()] : 1.0f);
 }
 
@@ -134,7 +135,7 @@ template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, con
         ((uint32_t *)p.handle)[h.weights_off + choice] = got[0].weight;
     }
     if (piece == 0 && p.row_tag) {
-        const int32_t tag = (int32_t)__shfl_sync(EP_FULL, got[0].weight, (int)K);
+        const int32_t tag = (int32_t)ep_ll_caller_tag(__shfl_sync(EP_FULL, got[0].weight, (int)K));
         if (mask >> ep_lane() & 1u) p.row_tag[row] = tag;
     }
     if (own && piece == 0 && ep_lane() == 0) p.handle[h.targets_off + at.token] = (int32_t)targets;

@@ -105,7 +105,7 @@ EP_FN void add_quantized(float (&acc)[8], uint2 v, float scale) {
 
 /* What a lane has of a piece. FP8: 8 e4m3 numbers for each unit, and the bits of their scale; else 16 bytes.
  * weight: in the first piece of a slot of dispatch the bits of the weight of choice ep_lane(), and in lane K
- * the tag. */
+ * the tag (ep_ll_caller_tag). */
 template <bool FP8> struct Piece {
     typedef typename std::conditional<FP8, uint2, uint4>::type Unit;
     Unit v[EP_PIECE_PARTS];
