@@ -131,7 +131,12 @@ static int launch_hopper_w4(const EpGemmW4Params *p, uint32_t num_sms, void *str
     EpGemmW4Params q = *p;
     q.gemm.limit_ns = EP_GEMM_MIN_LIMIT_NS;
     const EpTensorMap rows = ep_map_w4_rows(&p->gemm, is_large);
-    const uint32_t num_ctas = num_sms / 2 * 2 * (is_large ? 1 : 2);
+    /* No more pairs than there can be tiles: with few rows and narrow weights most would end at once. A row
+     * block that is not full is the last one of its expert. */
+    const uint64_t M = p->gemm.num_rows, most_blocks = M / 16 + p->gemm.num_experts;
+    const uint64_t most_tiles = (M < most_blocks ? M : most_blocks) * ((p->gemm.n + 127) / 128);
+    const uint32_t num_pairs = num_sms / 2 * (is_large ? 1 : 2);
+    const uint32_t num_ctas = 2 * (most_tiles < num_pairs ? (uint32_t)most_tiles : num_pairs);
     const EpClusterLaunch l = {num_ctas, false, &q, rows, rows};
     return ep_launch_clusters(k, &l, stream);
 }
