@@ -375,11 +375,13 @@ int ep_gemm_has_counter(int device, void *stream, bool *has);
 
 /* See protocol/activation.h. h [M][I], or [M][2 I] for a gated activation, and d [M][I], of bf16 or f16;
  * offsets i32 [L + 1]; row_weight f32 [M] or NULL. Outputs: d_h as h, weighted as d, which may be d, dots f32
- * [M]. On CUDA, I is a multiple of 8. */
+ * [M]. On CUDA, I is a multiple of 8. d_h_scale f32 [columns of h / 128][M] and weighted_scale f32
+ * [I / 128][M]: both, and d_h and weighted are u8, the bytes of e4m3 numbers, and I is a multiple of 128; or
+ * neither. */
 typedef struct {
     uint32_t activation;
     double alpha, limit;
-    const EpTensor *h, *d, *offsets, *row_weight, *d_h, *weighted, *dots;
+    const EpTensor *h, *d, *offsets, *row_weight, *d_h, *weighted, *dots, *d_h_scale, *weighted_scale;
 } EpActivationArgs;
 int ep_activation(const EpActivationArgs *a, void *stream);
 

@@ -50,6 +50,7 @@ CHAOS: Final[int]  # the seed of the random delays in a build for tests; 0 witho
 TRACE: Final[int]  # 1 in a build with the profiler, else 0
 ABI_VERSION: Final[int]  # of the protocol between ranks; must be the same on all
 MAX_RANKS: Final[int]
+MAX_TOPK: Final[int]
 NAME_BYTES: Final[int]
 NONCE_BYTES: Final[int]
 ALL_GATHER_BYTES: Final[int]
@@ -418,6 +419,8 @@ def activation(
     d_h: Tensor,
     weighted: Tensor,
     dots: Tensor,
+    d_h_scale: Tensor | None,
+    weighted_scale: Tensor | None,
     /,
 ) -> None: ...
 

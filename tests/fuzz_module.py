@@ -231,7 +231,7 @@ SIGNATURES = {
     "transpose_fp8": "x weight? plan fp8_x fp8_scale flag flag",
     "quantize_fp8_weight": "x fp8_x fp8_x fp8_scale fp8_scale",
     "wgrad_fp8": "fp8_x fp8_x fp8_scale fp8_scale plan plan out seconds flag small",
-    "activation": "small seconds seconds x x plan weight? x x weight",
+    "activation": "small seconds seconds x x plan weight? x x weight no no",
     "gemm_has_counter": "x", "device_query": "n",
     "ll_handle_words": "config",
     "layer_ll_dispatch": "LL small | fast_x idx weight? handle compact weight? counts tag? compact_tag? small"

@@ -10,6 +10,7 @@ from cases import generator, misaligned
 from epmoe import _C, reference
 from epmoe.gemm.activations import is_gated
 from epmoe.gemm.grouped import GATED, aligned, as_kernel
+from epmoe.moe import fp8_training
 from gemm_cases import ACTIVATIONS, EPS, TINY
 
 LOW = [torch.bfloat16, torch.float16]
@@ -26,7 +27,7 @@ def run_activation_backward(h, d, offsets, row_weight, activation, alpha=0.0, li
     d_h = torch.empty_like(h)
     weighted = d if in_place else torch.empty_like(d)
     dots = torch.empty(len(d), dtype=torch.float32, device=d.device)
-    _C.activation(activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots)
+    _C.activation(activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots, None, None)
     return d_h, weighted, dots
 
 
@@ -153,7 +154,7 @@ def test_activation_gradients_refuse_outputs_in_the_memory_of_inputs(ranks):
     longer = torch.cat([d, d.new_zeros(1, 16)])
 
     def call(d, d_h, weighted):
-        epmoe._C.activation(2, 0.0, 0.0, h, d, offsets, None, d_h, weighted, dots)
+        epmoe._C.activation(2, 0.0, 0.0, h, d, offsets, None, d_h, weighted, dots, None, None)
 
     for d_h, weighted, text in (
             (h, d, "gradient of the input shares memory with input of the activation"),
@@ -165,3 +166,36 @@ def test_activation_gradients_refuse_outputs_in_the_memory_of_inputs(ranks):
     d_h = torch.empty_like(h)
     call(longer[:5], d_h, longer[:5])
     assert all(torch.equal(a, b) for a, b in zip((d_h, longer[:5], dots), want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("columns", [128, 384])
+@pytest.mark.parametrize("activation", ["swiglu", "gpt_oss", "gelu", epmoe.SwiGLU(1.3, 0.6, 1), "relu2"],
+                         ids=str)
+def test_activation_gradients_are_quantised_as_by_two_kernels(ranks, activation, columns, dtype):
+    """In FP8 training one kernel gives the bits of the gradient in 16 bits, quantised afterwards."""
+    kernel, g = as_kernel(activation), generator(3, columns)
+    offsets = torch.tensor([1, 4, 4, 30], dtype=torch.int32).to(ranks.device)
+    h = (3 * torch.randn(33, columns * (1 + is_gated(activation)), generator=g)).to(dtype).to(ranks.device)
+    d = torch.randn(33, columns, generator=g).to(dtype).to(ranks.device)
+    weight = torch.rand(33, generator=g).to(ranks.device)
+    want = fp8_training.activation_gradient(kernel, h, d.clone(), offsets, weight, True)
+    got = fp8_training.activation_gradient(kernel, h, d, offsets, weight, False)
+    rows = slice(1, 30)
+    assert got.d_h is None and torch.equal(got.dots[rows], want.dots[rows])
+    for (q, scales), (q_want, scales_want) in ((got.d_h8, want.d_h8), (got.weighted8(), want.weighted8())):
+        assert torch.equal(q[rows].view(torch.uint8), q_want[rows].view(torch.uint8))
+        assert torch.equal(scales[rows], scales_want[rows])
+
+
+def test_activation_gradients_refuse_wrong_scales(ranks):
+    h, d, offsets = (t.to(ranks.device) for t in (torch.zeros(4, 256).half(), torch.zeros(4, 128).half(),
+                                                  torch.tensor([0, 4], dtype=torch.int32)))
+    dots = torch.zeros(4, device=ranks.device)
+    bytes_of_h, bytes_of_d = (torch.zeros(t.shape, dtype=torch.uint8, device=ranks.device) for t in (h, d))
+    of_h, of_d = torch.zeros(2, 4, device=ranks.device), torch.zeros(1, 4, device=ranks.device)
+    for scales, error, text in (((of_h, None), ValueError, "both or neither"),
+                                ((of_d, of_d), ValueError, "scales of the gradient"),
+                                ((of_h, of_h), ValueError, "scales of the weighted rows")):
+        with pytest.raises(error, match=text):
+            _C.activation(2, 0.0, 0.0, h, d, offsets, None, bytes_of_h, bytes_of_d, dots, *scales)

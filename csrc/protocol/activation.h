@@ -8,6 +8,8 @@
  *   d_h = w * d * y'(h)    the gradient of h
  *   weighted = w * y       what the weight gradient of the next product needs
  *   dot = sum of d * y     the gradient of w
+ * d_h and weighted are rounded to 16 bits. With d_h8 they are then quantised to e4m3, with scales that are
+ * powers of two, as quantize.h does it, and not stored in 16 bits.
  * dot is a sum in float32 in a fixed order: column c is added to partial sum c / 8 % EP_DOT_PARTS, in the
  * order of the columns, and then the partial sums are added up in pairs: 0 + 16, .., then 0 + 8, .. */
 #ifndef EP_ACTIVATION_H
@@ -21,9 +23,13 @@ typedef struct {
     const void *d;           /* [M][I] */
     const int32_t *offsets;  /* [L + 1] first row of each expert; other rows are neither read nor written */
     const float *row_weight; /* [M] or NULL: all are 1 */
-    void *d_h;               /* as h */
-    void *weighted;          /* [M][I]; may be d */
+    void *d_h;               /* as h; not with d_h8 */
+    void *weighted;          /* [M][I]; may be d; not with d_h8 */
     float *dots;             /* [M] */
+    uint8_t *d_h8;           /* NULL, or as h. I is then a multiple of 128 */
+    uint8_t *weighted8;      /* with d_h8: [M][I] */
+    float *d_h_scales;       /* with d_h8: [columns of h / 128][M] */
+    float *weighted_scales;  /* with d_h8: [I / 128][M] */
     uint32_t num_rows;       /* M */
     uint32_t num_experts;    /* L */
     uint32_t num_cols;       /* I; a multiple of 8 on CUDA */

@@ -28,18 +28,20 @@ FAST(grouped_gemm) {
     return ep_done(code);
 }
 
-/* (activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots); see EpActivationArgs */
+/* (activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots, d_h_scale, weighted_scale); see
+ * EpActivationArgs */
 FAST(activation) {
-    EpTensor t[7];
+    EpTensor t[9];
     EpActivationArgs a = {0};
     int code;
-    WANT(10);
-    const EpTensor **const to[] = {&a.h, &a.d, &a.offsets, &a.row_weight, &a.d_h, &a.weighted, &a.dots};
+    WANT(12);
+    const EpTensor **const to[] = {&a.h,        &a.d,    &a.offsets,   &a.row_weight,    &a.d_h,
+                                   &a.weighted, &a.dots, &a.d_h_scale, &a.weighted_scale};
     if (!ep_get_u32(args[0], &a.activation) || !ep_get_double(args[1], &a.alpha) ||
         !ep_get_double(args[2], &a.limit))
         return NULL;
-    for (int i = 0; i < 7; i++)
-        if (!ep_get_tensor(args[3 + i], i == 3, &t[i], to[i])) return NULL; /* row_weight may be None */
+    for (int i = 0; i < 9; i++) /* row_weight and the scales may be None */
+        if (!ep_get_tensor(args[3 + i], i == 3 || i >= 7, &t[i], to[i])) return NULL;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
     WITHOUT_LOCK(code = ep_activation(&a, stream));
     return ep_done(code);

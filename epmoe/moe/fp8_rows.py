@@ -17,7 +17,7 @@ from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import DeferredWgrad, Factors, deferred_wgrad_of, gradient_of_factors
 from ..gemm.wgrad_fp8 import quantize_fp8_weight_pair
 from ..torch_modes import check_mode, implement, record_gradient
-from .fp8_training import E4M3, Fp8Factors, Pair
+from .fp8_training import E4M3, Fp8Factors, Pair, activation_gradient
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("quantize_fp8_weight_pair(Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)")
@@ -123,9 +123,7 @@ def _gradients(dy: Tensor, offsets: Tensor, row_weight: Tensor | None, rows: Ten
     num_rows, dtype = offsets[-1:], h.dtype
     g, g_scale = quantize_fp8(dy, num_rows=num_rows, pow2=True)
     d = grouped_gemm(g, down_t, offsets=offsets, a_scale=g_scale, b_scale=down_t_scale, out_dtype=dtype)
-    d_h, dots = torch.empty_like(h), h.new_empty(h.shape[0], dtype=torch.float32)
-    _C.activation(activation, alpha, limit, h, d, offsets, row_weight, d_h, d, dots)
-    weighted = d  # the weighted rows of the activation take the place of the product
+    found = activation_gradient((activation, alpha, limit), h, d, offsets, row_weight, wgrad_in_16_bits)
 
     def wgrad(deferred: DeferredWgrad | None, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor],
               a16: Tensor | None, b16: Tensor | None) -> Tensor | None:
@@ -138,13 +136,12 @@ def _gradients(dy: Tensor, offsets: Tensor, row_weight: Tensor | None, rows: Ten
         return gradient_of_factors(deferred, Factors(a16, b16, offsets))
 
     if of_down:
-        weighted8 = quantize_fp8(weighted, num_rows=num_rows, pow2=True)
-        d_down = wgrad(deferred_down, (g, g_scale), weighted8, None, weighted)
-    d_h8 = quantize_fp8(d_h, num_rows=num_rows, pow2=True)
+        d_down = wgrad(deferred_down, (g, g_scale), found.weighted8(), None, found.weighted)
+    d_h8 = found.d_h8
     dx = grouped_gemm(d_h8[0], up_t, offsets=offsets, a_scale=d_h8[1], b_scale=up_t_scale, out_dtype=dtype)
     if of_gate_up:
-        d_gate_up = wgrad(deferred_up, d_h8, (rows, row_scale), d_h, None)
-    return dx, dots, d_gate_up, d_down
+        d_gate_up = wgrad(deferred_up, d_h8, (rows, row_scale), found.d_h, None)
+    return dx, found.dots, d_gate_up, d_down
 
 
 def _run_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

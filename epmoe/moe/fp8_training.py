@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from ..a2a.fused import EpAll2AllFusedOp
 from ..a2a.layout import EPLayout
 from ..a2a.ops import expert_offsets, row_dots, saved_tensors
 from ..comm.error_propagation import reporting
-from ..gemm.grouped import Kernel, as_kernel, grouped_gemm
+from ..gemm.grouped import FP8_BLOCK, Kernel, as_kernel, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
 from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_transposed, quantize_fp8_weight_pair
@@ -155,6 +155,45 @@ class Fp8Factors(Factors):
             self.product(out, scale)
         else:
             out.add_(self.product(), alpha=scale)
+
+
+class ActivationGradient(NamedTuple):
+    """What follows from the gradient of an activation, for rows grouped by expert.
+
+    Attributes:
+        dots: [M], the gradient of the weights of the rows.
+        d_h8: The gradient of h in FP8, and its scales.
+        weighted8: Makes the weighted rows of the activation in FP8, and their scales.
+        d_h: The gradient of h [M, N] in 16 bits, or None.
+        weighted: The weighted rows [M, I] in 16 bits, or None.
+    """
+
+    dots: Tensor
+    d_h8: tuple[Tensor, Tensor]
+    weighted8: Callable[[], tuple[Tensor, Tensor]]
+    d_h: Any = None
+    weighted: Any = None
+
+
+def activation_gradient(kernel: Kernel, h: Tensor, d: Tensor, offsets: Tensor, row_weight: Tensor | None,
+                        in_16_bits: bool) -> ActivationGradient:
+    """Compute the gradient of h [M, N], where that of the activation, without row_weight, is d [M, I].
+
+    in_16_bits: whether the results are wanted in 16 bits, too.  Otherwise one kernel computes and quantises
+    them, where each half of N is a multiple of 128.  d may be overwritten.
+    """
+    dots = h.new_empty(h.shape[0], dtype=torch.float32)
+    if not in_16_bits and d.shape[1] % FP8_BLOCK == 0:
+        q_h, q_y = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (h, d))
+        scales = [t.new_empty(t.shape[1] // FP8_BLOCK, t.shape[0], dtype=torch.float32) for t in (h, d)]
+        _C.activation(*kernel, h, d, offsets, row_weight, q_h.view(torch.uint8), q_y.view(torch.uint8), dots,
+                      *scales)
+        return ActivationGradient(dots, (q_h, scales[0].t()), lambda: (q_y, scales[1].t()))
+    d_h = torch.empty_like(h)
+    _C.activation(*kernel, h, d, offsets, row_weight, d_h, d, dots, None, None)
+    weighted = d  # the weighted rows of the activation take the place of the product
+    return ActivationGradient(dots, quantize_fp8(d_h, num_rows=offsets[-1:], pow2=True),
+                              lambda: quantize_fp8(weighted, num_rows=offsets[-1:], pow2=True), d_h, weighted)
 
 
 def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
@@ -280,25 +319,22 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
         d, g, g_scale, _, _ = _dispatch_and_multiply(layer, dy8, dy_scale, None, plan, buffer, h.shape[0],
                                                      down_t, down_t_scale, None, False)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
-        d_h = torch.empty_like(h)
-        dots = h.new_empty(h.shape[0], dtype=torch.float32)
-        activation, alpha, limit = ctx.kernel
-        _C.activation(activation, alpha, limit, h, d, offsets, row_weight, d_h, d, dots)
-        weighted = d  # the weighted rows of the activation take the place of the product
+        found = activation_gradient(ctx.kernel, h, d, offsets, row_weight,
+                                    ctx.wgrad_in_16_bits or of_gate_up_bias)
+        dots = found.dots
         ctx.maybe_clear_saved_tensors()
-        del h
+        del h, d
         if down_bias is not None or ctx.wgrad_in_16_bits:
             g16 = dequantize_fp8(g, g_scale, dtype)
         if down_bias is not None:
             bias = F.pad(down_bias.detach().to(dtype), (0, 0, 0, 1))  # the last one for rows of no expert
             dots += row_dots(g16, bias[expert_of_row(offsets, len(g16))])
-        num_rows = offsets[-1:]
-        d_h8, d_h_scale = quantize_fp8(d_h, num_rows=num_rows, pow2=True)
+        d_h8, d_h_scale = found.d_h8
         deferred_up, deferred_down = ctx.deferred_wgrads
         if of_down and ctx.wgrad_in_16_bits:
-            d_down = gradient_of(deferred_down, g16, weighted, offsets)
+            d_down = gradient_of(deferred_down, g16, found.weighted, offsets)
         elif of_down:
-            weighted8, weighted_scale = quantize_fp8(weighted, num_rows=num_rows, pow2=True)
+            weighted8, weighted_scale = found.weighted8()
             d_down = gradient_of_factors(deferred_down, Fp8Factors(
                 g, weighted8, offsets, g_scale, weighted_scale, dtype=down.dtype))
         if of_down_bias:
@@ -307,11 +343,11 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
         dx, d_weight = _multiply_and_combine(layer, d_h8, d_h_scale, up_t, up_t_scale, None, None, dots, plan,
                                              recv, buffer, ctx.num_tokens, False)
     if of_gate_up and ctx.wgrad_in_16_bits:
-        d_gate_up = gradient_of(deferred_up, d_h, dequantize_fp8(rows, row_scale, dtype), offsets)
+        d_gate_up = gradient_of(deferred_up, found.d_h, dequantize_fp8(rows, row_scale, dtype), offsets)
     elif of_gate_up:
         d_gate_up = gradient_of_factors(deferred_up, Fp8Factors(
             d_h8, rows, offsets, d_h_scale, row_scale, dtype=gate_up.dtype))
     if of_gate_up_bias:
-        d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
+        d_gate_up_bias = torch.ops.epmoe.sum_of_rows(found.d_h, None, offsets).to(gate_up_bias.dtype)
     return (dx if of_x else None, d_weight if of_weight else None, d_gate_up, d_gate_up_bias, d_down,
             d_down_bias)

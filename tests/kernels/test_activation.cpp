@@ -31,12 +31,21 @@ static const Case cases[] = {
     {EP_ACT_RELU2, 24, {0, 9}, 9, 1, 1, 0, 0, 0},
     {EP_ACT_NONE, 24, {0, 9}, 9, 0, 1, 0, 0, 0},
     {EP_ACT_SWIGLU, 16, {4, 4}, 6, 0, 1, 0, 0, 0}, /* no rows */
+    /* Columns that are quantised: whole groups of 128, also half of a warp's columns. */
+    {EP_ACT_SWIGLU, 128, {1, 3, 3, 12}, 14, 0, 1, 0, 0, 0},
+    {EP_ACT_SWIGLU, 384, {0, 7}, 9, 1, 1, 0, 0, 0},
+    {EP_ACT_GPT_OSS, 128, {2, 9}, 9, 0, 1, 0, 1.7f, 7},
+    {EP_ACT_GPT_OSS, 640, {0, 5}, 5, 1, 0, 0, 1.7f, 7},
+    {EP_ACT_SWIGLU_PLUS_ONE, 256, {0, 6}, 6, 0, 1, 0, 1.3f, 2},
+    {EP_ACT_GELU, 384, {0, 6}, 7, 0, 1, 0, 0, 0},
+    {EP_ACT_RELU2, 128, {1, 6}, 7, 1, 1, 0, 0, 0},
 };
 
 /* The tensors of a case, the same for both backends. */
 struct Tensors {
     std::vector<uint16_t> h, d, d_h, weighted;
-    std::vector<float> row_weight, dots;
+    std::vector<uint8_t> d_h8, weighted8;
+    std::vector<float> row_weight, dots, d_h_scales, weighted_scales;
     EpActivationParams p = {};
 
     explicit Tensors(const Case &c) {
@@ -60,6 +69,10 @@ struct Tensors {
         weighted.assign(num, 0x7ffe);
         for (uint32_t i = 0; i < c.num_rows; i++) row_weight.push_back(normal(ep_random));
         dots.assign(c.num_rows, NAN);
+        d_h8.assign(halves * num, 0x5a);
+        weighted8.assign(num, 0x5a);
+        d_h_scales.assign(halves * num / EP_QUANTIZE_GROUP, -7);
+        weighted_scales.assign(num / EP_QUANTIZE_GROUP, -7);
         p.activation = c.activation;
         p.alpha = c.alpha;
         p.limit = c.limit;
@@ -71,7 +84,13 @@ struct Tensors {
         p.offsets = c.offsets.data();
     }
     /* Call this after the last move or copy of the tensors. */
-    const EpActivationParams &params(const Case &c) {
+    const EpActivationParams &params(const Case &c, bool quantizes) {
+        if (quantizes) {
+            p.d_h8 = d_h8.data();
+            p.weighted8 = weighted8.data();
+            p.d_h_scales = d_h_scales.data();
+            p.weighted_scales = weighted_scales.data();
+        }
         p.h = h.data();
         p.d = d.data();
         p.row_weight = c.has_weight ? row_weight.data() : NULL;
@@ -82,7 +101,7 @@ struct Tensors {
     }
 };
 
-template <int DTYPE> static void emulate(const EpActivationParams &p) {
+template <int DTYPE, bool QUANTIZES> static void emulate(const EpActivationParams &p) {
     gridDim = dim3(2);
     blockDim = dim3(64);
     for (uint32_t block = 0; block < 2; block++) {
@@ -92,7 +111,7 @@ template <int DTYPE> static void emulate(const EpActivationParams &p) {
                 threadIdx.x = i;
                 blockIdx.x = block;
 #define EP_CASE(ACT) \
-    if (EP_ACT_KERNEL(p.activation) == ACT) ep_act_all_rows<ACT, DTYPE>(p)
+    if (EP_ACT_KERNEL(p.activation) == ACT) ep_act_all_rows<ACT, DTYPE, QUANTIZES>(p)
                 EP_CASE(EP_ACT_NONE);
                 EP_CASE(EP_ACT_GELU);
                 EP_CASE(EP_ACT_SWIGLU);
@@ -105,17 +124,20 @@ template <int DTYPE> static void emulate(const EpActivationParams &p) {
     }
 }
 
-static bool check(const Case &c) {
+template <bool QUANTIZES> static bool check(const Case &c) {
     Tensors cpu(c), gpu = cpu;
-    ep_cpu_activation(&cpu.params(c));
-    if (c.is_f16) emulate<EP_F16>(gpu.params(c));
-    else emulate<EP_BF16>(gpu.params(c));
-    const bool ok = cpu.d_h == gpu.d_h && cpu.weighted == gpu.weighted && cpu.d == gpu.d &&
+    ep_cpu_activation(&cpu.params(c, QUANTIZES));
+    if (c.is_f16) emulate<EP_F16, QUANTIZES>(gpu.params(c, QUANTIZES));
+    else emulate<EP_BF16, QUANTIZES>(gpu.params(c, QUANTIZES));
+    const bool ok = cpu.d_h8 == gpu.d_h8 && cpu.weighted8 == gpu.weighted8 &&
+                    cpu.d_h_scales == gpu.d_h_scales && cpu.weighted_scales == gpu.weighted_scales &&
+                    cpu.d_h == gpu.d_h && cpu.weighted == gpu.weighted && cpu.d == gpu.d &&
                     !memcmp(cpu.dots.data(), gpu.dots.data(), 4 * c.num_rows);
     uint32_t num_dots = 0;
     for (float v : gpu.dots) num_dots += v == v;
     const bool all = num_dots == (uint32_t)(c.offsets.back() - c.offsets[0]);
-    printf("activation %u, %3u columns, %s: %s\n", c.activation, c.num_cols, c.is_f16 ? "f16" : "bf16",
+    printf("activation %u, %3u columns, %s%s: %s\n", c.activation, c.num_cols, c.is_f16 ? "f16" : "bf16",
+           QUANTIZES ? ", quantised" : "",
            !ok   ? "WRONG"
            : all ? "ok"
                  : "WRONG ROWS");
@@ -125,7 +147,10 @@ static bool check(const Case &c) {
 int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     bool ok = true;
-    for (const Case &c : cases) ok = check(c) && ok;
+    for (const Case &c : cases) {
+        ok = check<false>(c) && ok;
+        if (c.num_cols % EP_QUANTIZE_GROUP == 0 && !c.in_place) ok = check<true>(c) && ok;
+    }
     puts(ok ? "ok" : "FAILED");
     return !ok;
 }

@@ -6,8 +6,7 @@
  * Invariant: the bits are those of cpu/quantize.c; see protocol/quantize.h. */
 #ifndef EP_QUANTIZE_CUH
 #define EP_QUANTIZE_CUH
-#include <cuda_fp8.h>
-
+#include "kernels/quantize/e4m3.cuh"
 #include "kernels/quantize/eight.cuh"
 #include "protocol/activation_math.h"
 #include "protocol/quantize.h"
@@ -59,16 +58,6 @@ EP_FN void ep_quantize_unpack(const EpQuantizeParams &p, const EpQuantizeInput<D
     }
 }
 
-/* f * inverse as 8 bytes. */
-EP_FN uint2 ep_quantize_pack(const float *f, float inverse) {
-    uint32_t q[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        q[i] = __nv_cvt_float2_to_fp8x2(
-            make_float2(__fmul_rn(f[2 * i], inverse), __fmul_rn(f[2 * i + 1], inverse)), __NV_SATFINITE,
-            __NV_E4M3);
-    return make_uint2(q[0] | q[1] << 16, q[2] | q[3] << 16);
-}
 template <bool WHOLE> EP_FN void ep_quantize_write(uint8_t *to, uint2 q, int32_t num) {
     if (WHOLE) {
         if (num > 0) *(uint2 *)to = q;
@@ -103,8 +92,7 @@ ep_quantize_task(const EpQuantizeParams &p, uint32_t row0, uint32_t num_rows, ui
         if (lane % 16 == i) my_most = most;
     }
     /* Lane i of a half divides for row i of the half. */
-    const uint32_t mantissa = p.is_pow2 ? 0x7fffffu : 0; /* bits that are rounded up */
-    const float scale = __uint_as_float((__float_as_uint(__fdiv_rn(my_most, 448.0f)) + mantissa) & ~mantissa);
+    const float scale = ep_quantize_scale(my_most, p.is_pow2);
     const float inverse = __frcp_rn(scale);
     const uint32_t my_row = row0 + 2 * (lane % 16) + half;
     if (lane % 16 < LOADS && my_row < num_rows) p.scales[(uint64_t)g * p.max_rows + my_row] = scale;
