@@ -57,6 +57,10 @@ def _grouped_gemm_low_rank(a: Tensor, b: Tensor, offsets: Tensor, bias: Any, low
     return _product(offsets, a, b, *(() if low_b is None else (low_b,)))
 
 
+def _counted_products(rows: Tensor, offsets: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int:
+    return _product(offsets, rows, *weights)
+
+
 def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, *_: Any, **__: Any) -> int:
     return _product(offsets, a, out)
 
@@ -98,8 +102,8 @@ def _experts_fp8_backward(dy: Tensor, offsets: Tensor, row_weight: Any, rows: An
 
 
 _FORMULAS: list[Callable[..., int]] = [
-    _grouped_gemm, _grouped_gemm_low_rank, _grouped_wgrad_add, _dispatch_gemm, _gemm_combine, _experts,
-    _experts_backward_down, _experts_backward_up]
+    _grouped_gemm, _grouped_gemm_low_rank, _counted_products, _grouped_wgrad_add, _dispatch_gemm,
+    _gemm_combine, _experts, _experts_backward_down, _experts_backward_up]
 
 
 def add_fp8_rows() -> None:

@@ -1,5 +1,6 @@
 """LoRA on the experts of EPMoE: gradients beside float64, bits, merges, peft's tensors, errors."""
 
+import contextlib
 import copy
 import dataclasses
 
@@ -9,11 +10,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import epmoe
 from cases import generator, keep, process_ranks
 from epmoe import reference
 from epmoe.gemm.grouped import WGRAD
+from epmoe.moe import lora_products
 from lora_cases import ALPHA, WEIGHTS, add, experts_of, factors_of, fill, make_lora, step, wanted_of
 from moe_cases import Model, close, inputs_of, make_moe, parameters_of
 from nodes_cases import run_nodes
@@ -1063,6 +1066,57 @@ def test_lora_mistakes_are_errors_on_all_ranks(ranks, wrong):
     assert len({(tuple(names), active) for _, names, active in results}) == 1
 
 
+def test_lora_under_a_mode_of_torch_is_as_without(ranks):
+    """A mode sees some operators of a step, and changes no bit. Checkpoints may begin or end inside of it."""
+    model = Model(dtype=BF16, bias=True, num_local=4)
+
+    def run(world, device):
+        moe = make_lora(world, device, model, 3)
+        want, found = step(moe, model), []
+        with FlopCounterMode(display=False) as counter:
+            found.append(step(moe, model))
+        x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        x.requires_grad_()
+        for inside in ("forward", "backward"):
+            moe.zero_grad()
+            x.grad = None
+            with FlopCounterMode(display=False) if inside == "forward" else contextlib.nullcontext():
+                y = checkpoint(moe, x, idx, weight, use_reentrant=False)
+            with FlopCounterMode(display=False) if inside == "backward" else contextlib.nullcontext():
+                y.backward(dy)
+            found.append({"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in moe.named_parameters()})
+        num = moe.last_layout.num_rows
+        moe.finalize()
+        sizes = sum(w[0].numel() for w in (moe.gate_up_proj, moe.down_proj))
+        of_factors = sum(p[0].numel() * 16 // 3 for p in moe.adapters.parameters())  # r is padded to 16
+        same = all(one[n] is None and want[n] is None or torch.equal(one[n], want[n])
+                   for one in found for n in one)
+        return same, counter.get_total_flops() == 2 * num * (2 * sizes + 3 * of_factors)
+
+    for facts in ranks(run):
+        assert all(facts), facts
+
+
+@pytest.mark.parametrize("part", ["A", "B"])
+def test_lora_takes_factors_of_any_strides(ranks, part):
+    model = Model(dtype=BF16)
+
+    def run(world, device):
+        moe = make_lora(world, device, model, 16)
+        want = step(moe, model)
+        for name in WEIGHTS:
+            p = getattr(getattr(moe.adapters.a, name), f"lora_{part}")
+            p.data = p.data.transpose(1, 2).contiguous().transpose(1, 2)
+        got = step(moe, model)
+        for p in moe.adapters.parameters():  # at an address that is no multiple of 16
+            p.data = torch.cat([p.data.new_zeros(1), p.data.flatten()])[1:].view(p.shape)
+        moved = step(moe, model)
+        moe.finalize()
+        return all(v is None or torch.equal(v, got[n]) and torch.equal(v, moved[n]) for n, v in want.items())
+
+    assert all(ranks(run))
+
+
 @pytest.mark.parametrize("decode", [False, True])
 def test_lora_of_a_wrong_shape_is_an_error_on_all_ranks(ranks, decode):
     """A program has given a factor of rank 0 another shape. The next call is right on all ranks."""
@@ -1091,6 +1145,30 @@ def test_lora_of_a_wrong_shape_is_an_error_on_all_ranks(ranks, decode):
     check_outcomes([got for got, _ in results], ["ValueError", *["PeerError"] * (len(results) - 1)],
                    "weights of low rank", on_rank=0, within_s=MISTAKE_LIMIT_S)
     assert all(is_right for _, is_right in results)
+
+
+def test_lora_without_memory_is_an_error_on_all_ranks(ranks, monkeypatch):
+    """Rank 0 cannot pad the factors before the call."""
+    model, pad = Model(dtype=BF16), lora_products._padded
+
+    def run(world, device):
+        moe = make_lora(world, device, model, 3)
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        mine = {id(p) for p in moe.adapters.parameters()}
+
+        def fails(a, b):
+            if id(a) in mine:
+                raise MemoryError("no memory for the factors")
+            return pad(a, b)
+
+        if world.rank == 0:  # ranks that are threads share the function, but have factors of their own
+            monkeypatch.setattr(lora_products, "_padded", fails)
+        got = outcome(lambda: moe(x, idx, weight))
+        moe.finalize()
+        return got
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes(results, ["MemoryError", *["PeerError"] * (len(results) - 1)], within_s=MISTAKE_LIMIT_S)
 
 
 @pytest.mark.cpu_only

@@ -69,9 +69,11 @@ typedef struct {
 } Low;
 #define LOW_OF(a, name) ((Low){(a)->name##_low_in, (a)->name##_low_out, (a)->name##_low_rows})
 
+static bool has_low(Low low) { return low.in || low.out || low.rows; }
+
 /* Launch a product of rows with a weight, and LoRA's beside it. */
 static int multiply_with(const Call *c, EpGemm g, Low low) {
-    if (low.in || low.out || low.rows) {
+    if (has_low(low)) {
         if (!low.in || !low.out || !low.rows)
             return ep_error(EP_EINVAL, "LoRA: low_in, low_out and low_rows must be all there, or none");
         EP_TRY(multiply(c, (EpGemm){.kind = g.kind, .a = g.a, .b = low.in, .out = low.rows}));
@@ -176,9 +178,9 @@ static int multiply_down(const Call *c, const Weights *w, const EpTensor *rows, 
 }
 
 static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
-    const bool has_low = a->gate_up_low_in || a->down_low_in;
-    const bool is_fused =
-        !has_low && fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
+    const Low low_up = LOW_OF(a, gate_up), low_down = LOW_OF(a, down);
+    const bool is_fused = !has_low(low_up) && !has_low(low_down) &&
+                          fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan};
     const EpDispatchArgs dispatch = {.x = a->x,
                                      .weight = a->weight,
@@ -239,13 +241,12 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     EP_TRY(is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
                     : run(c, EP_OP_DISPATCH, &dispatch, ran));
     if (!ran->is_launched) return 0;
-    if (!is_fused)
-        code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, a->h, LOW_OF(a, gate_up));
+    if (!is_fused) code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, a->h, low_up);
     if (is_fused) {
         EP_TRY(report(c, EP_OP_GEMM_COMBINE, code));
         return run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran);
     }
-    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows, LOW_OF(a, down));
+    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows, low_down);
     EP_TRY(report(c, EP_OP_COMBINE, code));
     return run(c, EP_OP_COMBINE, &combine, ran);
 }
@@ -253,7 +254,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
 /* ---- backward ---- */
 
 static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
-    const bool is_fused = !a->down_low_in && fuses(c, a->h, 1, a->down, 2, false, true);
+    const bool is_fused = !has_low(LOW_OF(a, down)) && fuses(c, a->h, 1, a->down, 2, false, true);
     const EpDispatchArgs dispatch = {.x = a->dy, .plan = a->plan, .rows = a->g, .recv = a->recv};
     const EpDispatchGemmArgs dispatch_gemm = {.x = a->dy,
                                               .plan = a->plan,
@@ -287,7 +288,8 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
 }
 
 static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
-    const bool is_fused = !a->gate_up_low_in && fuses(c, a->gate_up, 1, a->weighted, 1, false, true);
+    const bool is_fused =
+        !has_low(LOW_OF(a, gate_up)) && fuses(c, a->gate_up, 1, a->weighted, 1, false, true);
     const EpCombineArgs combine = {.rows = a->out_rows,
                                    .row_scalar = a->dots,
                                    .plan = a->plan,

@@ -26,6 +26,7 @@ static const struct {
 } constants[] = {
     {"ABI_VERSION", EP_ABI_VERSION},
     {"MAX_RANKS", EP_MAX_RANKS},
+    {"MAX_TOPK", EP_MAX_TOPK},
     {"NAME_BYTES", EP_NAME_BYTES},
     {"NONCE_BYTES", EP_NONCE_BYTES},
     {"ALL_GATHER_BYTES", EP_ALL_GATHER_BYTES},

@@ -337,7 +337,7 @@ def _add(model, config, adapter_name, add, state=None):
     number = hashlib.sha256(text.encode()).hexdigest()[:8]
     lora.agree(world, f"add_lora({adapter_name!r}, configuration {number}: r={config.r}, lora_alpha="
                       f"{config.lora_alpha})")
-    before = {p: p.requires_grad for p in model.parameters()}
+    before, active = {p: p.requires_grad for p in model.parameters()}, _active_of(model)
     try:
         with together(world):
             _add_others(model, experts, others, adapter_name, state)
@@ -349,9 +349,21 @@ def _add(model, config, adapter_name, add, state=None):
         set_lora(model, adapter_name)
     except BaseException:
         _forget(model, experts, adapter_name)
+        _activate_again(active)
         for p, requires_grad in before.items():
             p.requires_grad_(requires_grad)
         raise
+
+
+def _active_of(model):
+    """Return what _activate_again takes: which adapters of peft are active in each module."""
+    return [(module, list(module.active_adapters), module.disable_adapters) for module in _tuned(model)]
+
+
+def _activate_again(active):
+    for module, names, disabled in active:
+        module.set_adapter(names)
+        module.enable_adapters(not disabled)
 
 
 def _forget(model, experts, adapter_name):

@@ -99,12 +99,14 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         lora: LoraOfCall | None = None) -> tuple[Tensor, EPLayout]:
     """Plan, and apply the experts.  Returns (y, layout).
 
-    as_operators: something must see operators.  scales: those of weights of 4 bits, which have no gradients.
-    lora: an adapter, beside which the weights have no gradients either.
+    as_operators: something must see operators, which a call with an adapter does not have.  scales: those of
+    weights of 4 bits, which have no gradients.  lora: an adapter, beside which the weights have no gradients
+    either.
     """
     layout = None
     try:
-        if as_operators or not (plain := is_plain()) and is_transformed():
+        plain = is_plain()
+        if lora is None and (as_operators or not plain and is_transformed()):
             return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
         kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         if not plain:

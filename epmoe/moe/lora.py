@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..comm.world import World
     from .module import EPMoE
 
-_DESCRIPTION_BYTES = 256  # of a call, padded, in an exchange
+_DESCRIPTION_BYTES = 224  # of a call, padded, in an exchange
 _MOST_CHARACTERS = 64  # of the name of an adapter
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
 
@@ -140,7 +140,7 @@ class State:
         """Return the factors of `mixed`, as the parameters are now."""
         if self.copied is None:
             self.copied = CopiedFactors(moe, self.adapters(moe))
-        self.copied.update()
+        self.copied.update(always=moe._is_sharded)  # FSDP2 fills parameters and counts no version
         return self.copied
 
 
@@ -187,18 +187,13 @@ def check_unmerged(moe: EPMoE, what: str) -> None:
 
 def agree(world: World | Nodes, mine: str) -> None:
     """Raise EpMismatch on all ranks if they make different calls.  Collective."""
-    texts = world.exchange(mine.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES))
+    digest, text = hashlib.sha256(mine.encode()).digest(), mine.encode()[:_DESCRIPTION_BYTES]
+    texts = world.exchange(digest + text.ljust(_DESCRIPTION_BYTES))
     for rank, its in enumerate(texts):
         if its != texts[0]:
-            other, first = (t.decode(errors="replace").rstrip() for t in (its, texts[0]))
+            other, first = (t[len(digest):].decode(errors="replace").rstrip() for t in (its, texts[0]))
             raise EpMismatch(f"ranks disagree: rank {rank} called {other}, rank 0 {first}. Make the same "
                              f"call on all ranks.")
-
-
-def _short(name: Any) -> str:
-    """Return a text for agree, which may have fewer characters than a long list."""
-    text = repr(name if name is None or isinstance(name, str) else list(name))
-    return text if len(text) <= 128 else f"a list with hash {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def check_name(name: Any) -> str:
@@ -315,7 +310,9 @@ def _merge(moe: EPMoE, adapter: Adapter) -> None:
         with writing([weight]):
             for i in range(len(weight)):
                 a, b = factors.lora_A[i].float(), factors.lora_B[i].float()
-                weight[i] = torch.addmm(weight[i].float(), b, a, alpha=adapter.scaling).to(weight.dtype)
+                with torch.autocast(weight.device.type, enabled=False):  # which would round the factors
+                    whole = torch.addmm(weight[i].float(), b, a, alpha=adapter.scaling)
+                weight[i] = whole.to(weight.dtype)
 
 
 # ---- peft ----
@@ -522,11 +519,13 @@ def set_adapter(moe: EPMoE, name: str | Sequence[str] | None) -> None:
     with together(moe.layer.world):
         check_unmerged(moe, "set_adapter")
         names = () if name is None else (name,) if isinstance(name, str) else tuple(name)
+        if name is not None and not names:
+            raise ValueError("set_adapter: an empty list: pass None for no adapter")
         dtypes = {next(_known(moe, one).parameters()).dtype for one in names}
         if len(dtypes) > 1 or len(set(names)) < len(names):
             raise ValueError(f"set_adapter: the adapters {list(names)} must be different ones of one "
                              f"dtype")
-    agree(moe.layer.world, f"set_adapter({_short(name)})")
+    agree(moe.layer.world, f"set_adapter({name if name is None or isinstance(name, str) else names!r})")
     if name is None or isinstance(name, str):
         _activate(moe, name)
     else:

@@ -26,7 +26,7 @@ from ..gemm import low_rank
 from ..gemm.activations import Activation, activate, is_gated
 from ..gemm.grouped import FORWARD, WGRAD, Kernel, aligned, as_kernel, grouped_gemm
 from ..gemm.quantize import quantize_fp8
-from ..torch_modes import call, check_mode, is_transformed, requires_grad
+from ..torch_modes import call, check_mode, implement, is_transformed, is_watched, requires_grad
 from . import experts as experts_ops
 from .experts import Low, Weights, bias_of, expert_of_row, is_one_call
 from .weights import WEIGHTS
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from .module import EPMoE
 
 _COLUMNS = 16  # the kernels of 16 bits take multiples of this
+_lib = torch.library.Library("epmoe", "FRAGMENT")
+# Computes nothing: FlopCounterMode counts a product of the rows with each of the weights [L, N, K].
+_lib.define("counted_products(Tensor rows, Tensor offsets, Tensor[] weights) -> Tensor")
 _FEW_COLUMNS = 256  # r of all adapters of a mixture together, up to which one product has them all
 
 
@@ -71,10 +74,13 @@ class LoraOfCall:
                                            layout, kernel))
 
 
-def takes(moe: EPMoE, adapter: Adapter, layer: EPAll2AllLayer | LowLatencyAll2All, weights: Weights,
-          watched: bool) -> bool:
-    """Whether a call with an adapter is one of experts.py.  Where something watches, it sees the products."""
-    return (not watched and not is_transformed() and is_one_call(layer, weights)
+def takes(moe: EPMoE, adapter: Adapter, layer: EPAll2AllLayer | LowLatencyAll2All,
+          weights: Weights) -> bool:
+    """Whether a call with an adapter is one of experts.py.
+
+    Also where a mode of torch watches: it must not change bits, nor what is saved for the backward.
+    """
+    return (not is_transformed() and is_one_call(layer, weights)
             and _adds_at_once(moe, weights[0], [adapter]) and not (adapter.dropout and adapter.training))
 
 
@@ -82,7 +88,6 @@ def _adds_at_once(moe: EPMoE, like: Tensor, adapters: Sequence[Adapter]) -> bool
     """Whether the products with the weights also add those of adapters.  like: of the layer's dtype."""
     return (like.dtype != torch.float32 and moe._format.has_gradients
             and all(p.dtype == like.dtype for adapter in adapters for p in adapter.parameters())
-            and all(getattr(moe, name).is_contiguous() for name in WEIGHTS)
             and _has_activation_kernel(like, moe._shapes["down_proj"][2]))
 
 
@@ -103,7 +108,8 @@ def _low_of(factors: Sequence[Tensor | None], scaling: float, backward: bool = F
     def pair(a: Tensor | None, b: Tensor | None) -> Low | None:
         if a is None or b is None:
             return None
-        first, second = (b.detach(), a.detach()) if backward else (a.detach(), b.detach())
+        # a program may have given a factor other memory
+        first, second = (aligned(t.detach().contiguous()) for t in ((b, a) if backward else (a, b)))
         return first if scaling == 1 else first * scaling, second
 
     return pair(*factors[:2]), pair(*factors[2:])
@@ -129,6 +135,7 @@ class _Experts(torch.autograd.Function):
         y, rows, h, row_weight, recv, u, v = experts_ops.forward(
             layer, x, topk_idx, weight, layout, parameters, kernel, layer._unread_rows or -1, True,
             low=_low_of(factors, scaling))
+        _count(rows, expert_offsets(layer, layout.plan), parameters[0], parameters[2], *factors)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.scaling, (gate_up, _, down, down_bias) = scaling, parameters
         ctx.save_for_backward(layout.plan, gate_up, down, down_bias, rows, h, row_weight, recv, u, v,
@@ -159,14 +166,24 @@ class _Experts(torch.autograd.Function):
             # Also where this rank wants no gradient of x: the other ranks wait for its rows.
             dx, d_weight, p = experts_ops.backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g,
                                                       weighted, None, g, None, ctx.buffer, ctx.num_tokens, up)
+        _count(rows, offsets, gate_up, down, *factors)
         d_a_up = _product(WGRAD, p, rows, offsets) if p is not None and needed[2] else None
         d_b_up = _product(WGRAD, d_h, u, offsets) if p is not None and needed[3] else None
         return (dx if needed[0] else None, d_weight if needed[1] else None, d_a_up, d_b_up, d_a_down,
                 d_b_down, *[None] * 6)
 
 
+def _count(rows: Tensor, offsets: Tensor, *weights: Tensor | None) -> None:
+    """Let a mode of torch that counts operations see the products that the module's calls have made."""
+    if is_watched():
+        torch.ops.epmoe.counted_products(rows, offsets, [w for w in weights if w is not None])
+
+
 def _product(kind: int, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return cast(Tensor, call("grouped_gemm", (a, b, offsets, None, None, None, None), kind, 0, False, None))
+
+
+implement(_lib, "counted_products", lambda rows, offsets, weights: rows.new_empty(0))
 
 
 # ---- an active adapter, one product after the other ----
@@ -319,11 +336,13 @@ class CopiedFactors:
 
     def __init__(self, moe: EPMoE, adapters: Sequence[Adapter]) -> None:
         self.adapters, self._versions = adapters, list[tuple[int, int]]()
+        self._copied: torch.cuda.Event | None = None  # when the last copy has run
         self._num, like = len(adapters), next(adapters[0].parameters())
         widest = max(adapter.r for adapter in adapters)
         self._r = widest if like.dtype == torch.float32 else padded_rank(widest)
         self.are_columns = (self._num * self._r <= _FEW_COLUMNS and like.dtype == moe.layer.dtype
-                            and _adds_at_once(moe, like, adapters))
+                            and _adds_at_once(moe, like, adapters)
+                            and is_one_call(moe.layer, moe._weights()))
         self.number = torch.arange(self._num, device=like.device).repeat_interleave(self._r)
         self.factors = dict[str, low_rank.Factors]()
         with torch.inference_mode(False):
@@ -335,10 +354,17 @@ class CopiedFactors:
                          else like.new_zeros(num * self._num, n, self._r))
                     self.factors[name] = a.view(num, -1, k) if self.are_columns else a, b
 
-    def update(self) -> None:
-        """Copy the factors, if a program has written to one since the last time, or given it other memory."""
+    def update(self, always: bool = False) -> None:
+        """Copy the factors, if a program has written to one since the last time, or given it other memory.
+
+        always: copy them in any case.
+        """
         versions = [(p.data_ptr(), p._version) for adapter in self.adapters for p in adapter.parameters()]
-        if versions == self._versions:
+        on_gpu = self.number.device.type == "cuda"
+        captures = on_gpu and torch.cuda.is_current_stream_capturing()
+        if versions == self._versions and not always:
+            if self._copied is not None and not captures:  # on another stream, perhaps
+                torch.cuda.current_stream().wait_event(self._copied)
             return
         with torch.inference_mode(False), torch.no_grad():
             for name, (a, b) in self.factors.items():
@@ -350,7 +376,9 @@ class CopiedFactors:
                     if pair is not None:
                         of_a[:, i, :adapter.r] = pair.lora_A * adapter.scaling
                         of_b[:, i, :, :adapter.r] = pair.lora_B
-        self._versions = versions
+        if not captures:  # a captured copy has not run
+            self._versions = versions
+            self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
 
 
 def _multiply_columns(moe: EPMoE, copied: CopiedFactors, rows: Tensor, offsets: Tensor,
@@ -470,7 +498,8 @@ def _gradient_and_activation(h: Tensor, d: Tensor, activation: Activation,
                              offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of h where that of activation(h) is d, and activation(h)."""
     d_h, a, dots = torch.empty_like(h), torch.empty_like(d), h.new_empty(len(h), dtype=torch.float32)
-    _C.activation(*as_kernel(activation), aligned(h), aligned(d), aligned(offsets), None, d_h, a, dots)
+    _C.activation(*as_kernel(activation), aligned(h), aligned(d), aligned(offsets), None, d_h, a, dots, None,
+                  None)
     return d_h, a
 
 

@@ -661,7 +661,8 @@ class EPMoE(nn.Module):
                 torch.compiler.is_compiling()):
             return self._forward_untraced(x, topk_idx, topk_weights, decode, adapters)
         layer, mixed = self.layer, () if self._lora is None else self._lora.mixed
-        path = None if self.computes_fp8 else decoding.path_of(
+        has_no_room = bool(mixed) and layer.topk >= _C.MAX_TOPK  # for the number of a token's adapter
+        path = None if self.computes_fp8 or has_no_room and not decode else decoding.path_of(
             layer, decode, (self._format.has_gradients or has_adapter) and not mixed)
         try:
             ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
@@ -747,7 +748,7 @@ class EPMoE(nn.Module):
         """Whether a call is one call of the module, or its operators: see experts.takes."""
         if self._lora is not None and lora.is_active(self):
             adapter = lora.adapter_of_call(self)
-            return adapter is not None and lora_products.takes(self, adapter, layer, weights, watched)
+            return adapter is not None and lora_products.takes(self, adapter, layer, weights)
         return (not self.computes_fp8 and not self._format.sends_fp8
                 and experts_ops.takes(layer, x, topk_weights, weights, watched))
 
@@ -780,12 +781,12 @@ class EPMoE(nn.Module):
         """
         try:
             scales = self._format.scales(self)
+            adapter = lora.adapter_of_call(self)
+            of_call = lora_products.LoraOfCall(self, adapter) if at_once and adapter is not None else None
         except Exception as error:
             first = _C.OP_LL_DISPATCH if isinstance(layer, LowLatencyAll2All) else _C.OP_PLAN
             layer._propagate(first, error, 0)
         if at_once:
-            adapter = lora.adapter_of_call(self)
-            of_call = None if adapter is None else lora_products.LoraOfCall(self, adapter)
             if isinstance(layer, LowLatencyAll2All):
                 y, counts = decoding.run(layer, x, topk_idx, topk_weights, weights, self.activation, scales,
                                          of_call)

@@ -62,7 +62,9 @@ def numerics(moe: EPMoE) -> Numerics:
         >>> moe.finalize()
     """
     of_products = _products_reason(moe)
-    of_batch = of_products or _replicas_reason(moe)
+    of_batch = of_products or _replicas_reason(moe) or (
+        "with token_saving=False decoding adds up and multiplies otherwise than prefill"
+        if moe.layer._copies > 1 else "")
     of_ranks = of_products if moe.rank_invariant else (
         "each rank adds up its rows of a token and rounds: pass rank_invariant=True")
     with torch.no_grad():
