@@ -184,7 +184,7 @@ def test_build_of_kernels_stops_where_a_list_has_grown(tmp_path, change, source,
     ("quantize/quantize.cuh",
      "ep_quantize_task<EP_F16, EP_ACT_SILU, true, 2>(*(const EpQuantizeParams *)p, 0, 0, 0)"),
     ("gemm/activation.cuh",
-     "ep_act_row<EP_ACT_GEGLU_TANH, EP_F16>(*(const EpActivationParams *)p, 0)")])
+     "ep_act_row<EP_ACT_GEGLU_TANH, EP_F16, false>(*(const EpActivationParams *)p, 0)")])
 def test_build_refuses_a_kernel_of_its_own_for_a_shared_activation(tmp_path, header, use):
     source = tmp_path / "kernel.cu"
     source.write_text(f'#include "kernels/{header}"\n'

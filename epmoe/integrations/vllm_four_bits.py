@@ -192,7 +192,9 @@ class _Method(FusedMoEMethodBase):
         inner = intermediate_size_per_partition
         for name, n, k in (("w13", 2 * inner, hidden_size), ("w2", hidden_size, inner)):
             for end, (shape, dtype, kind) in self._parameters(n, k, params_dtype).items():
-                p = nn.Parameter(torch.zeros(num_experts, *shape, dtype=dtype), requires_grad=False)
+                # vLLM makes its models on torch's default device, which it sets.
+                numbers = torch.zeros(num_experts, *shape, dtype=dtype, device=torch.get_default_device())
+                p = nn.Parameter(numbers, requires_grad=False)
                 layer.register_parameter(f"{name}_{end}", p)
                 attrs = extra_weight_attrs | ({"quant_method": kind} if kind else {})
                 if dtype == torch.uint8:

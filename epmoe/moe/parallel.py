@@ -68,7 +68,8 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 def _check_unwrapped(model: nn.Module) -> None:
     """Raise ValueError where peft has put an adapter of its own around the experts of a rank."""
     for path, module in model.named_modules():
-        if isinstance(getattr(module, "base_layer", None), EPMoE):
+        is_of_peft = any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+        if is_of_peft and isinstance(getattr(module, "base_layer", None), EPMoE):
             raise ValueError(f"{path}: peft has put an adapter around an EPMoE, whose factors would be taken "
                              f"for those of the same experts on all ranks: use EPMoE.add_adapter, or "
                              f"add_lora of epmoe.integrations.peft")
