@@ -53,15 +53,16 @@ typedef struct {
     float weight;
 } SlotWords;
 
-/* The trailer of token t of this rank, to be sent to rank r. */
-EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t) {
+/* The trailer of token t of this rank, to be sent to rank r. In a fused operation nobody reads the tag, and a
+ * warp has no register for its address. */
+template <bool FUSED> EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t) {
     const uint32_t K = p.comm.shape.num_topk;
     SlotWords w;
     w.row = row_at_rank(p, t, r);
     w.head = ep_lane() == EP_TRAILER_RETURN_SLOT
                  ? p.plan[p.layout.token_slot_off + (uint64_t)t * p.comm.shape.num_ranks + r]
                  : (int32_t)t;
-    if (ep_lane() == EP_TRAILER_TAG) w.head = p.tag ? p.tag[t / p.num_copies] : 0;
+    if (!FUSED && ep_lane() == EP_TRAILER_TAG) w.head = p.tag ? p.tag[t / p.num_copies] : 0;
     w.weight = p.weight && ep_lane() < K ? p.weight[(uint64_t)t * K + ep_lane()] : 0;
     return w;
 }
@@ -203,7 +204,7 @@ template <bool FUSED, typename S> EP_FN void send_part(const EpDispatchParams &p
     WordsOf<FUSED, S> w(fifo);
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        if (i < part.num) w.put(i, words_to_send(p, r, __shfl_sync(EP_FULL, token, (int)i)));
+        if (i < part.num) w.put(i, words_to_send<FUSED>(p, r, __shfl_sync(EP_FULL, token, (int)i)));
     copy_rows<FUSED>(fifo, input_row(p, token), part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
         unsigned char *to = ep_slot_at(c, r, c->my_rank, part.first + i);
         int32_t *trailer = (int32_t *)(to + c->layout.row_bytes);
@@ -289,7 +290,7 @@ EP_FN WordsOf<FUSED, S> receive_part(const EpDispatchParams &p, const S &scales,
         const uint32_t t = __shfl_sync(EP_FULL, token, (int)i);
         w.put_row(i, -1);
         if (i < part.num)
-            w.put(i, own ? words_to_send(p, r, t)
+            w.put(i, own ? words_to_send<FUSED>(p, r, t)
                          : words_received(p, ep_slot_at(c, c->my_rank, r, part.first + i) +
                                                  c->layout.row_bytes));
     }
