@@ -101,6 +101,8 @@ def parse(argv):
         s.add_argument("--skew", type=skews, metavar="S,S,...",
                        help="a2a, layer, train, decode: measure also routings whose fullest rank has S times "
                             "the mean number of rows, and their time over that of the uniform routing")
+        s.add_argument("--balance", action="store_true",
+                       help="train: also EPMoE with balance; with --skew it shows what the help brings")
         s.add_argument("--local-ranks", type=positive, metavar="L",
                        help="nodes: the ranks of a node (default: half of the ranks)")
         s.add_argument("--fp8", action="store_true",
@@ -132,6 +134,8 @@ def parse(argv):
         p.error("--tokens: only decode takes it")
     if options.bench not in ("a2a", "layer", "train", "decode", "all") and options.skew:
         p.error("--skew: only a2a, layer, train and decode take it")
+    if options.bench not in ("train", "all") and options.balance:
+        p.error("--balance: only train takes it")
     if options.w4 and options.skew:
         p.error("--skew: leave it out with --w4")
     if options.bench not in ("nodes", "all") and options.local_ranks:

@@ -5,6 +5,7 @@ epmoe stages    one after the other, each a kernel of its own (fused=False)
 torch           sort, all_to_all_single, torch._grouped_mm, compiled SwiGLU, index_add
 torch products  torch's grouped GEMMs alone on the same rows: two forward, four backward
 Liger           its megakernel, where liger_cute_kernels can be imported
+epmoe balanced  with --balance: EPMoE(balance="auto"), in which ranks with few rows help the others
 epmoe FP8       with --fp8: EPMoE(compute_dtype=torch.float8_e4m3fn); its errors are shown
 torch FP8 products  with --fp8: torch._scaled_grouped_mm alone on rows that are quantised already, with a
                 scale for each row and each column of the weights: two forward, four backward
@@ -197,6 +198,28 @@ class Step:
         found = [y.detach(), self.x.grad, self.weight.grad, *(p.grad for p in self.parameters)]
         self.clear()
         return found
+
+
+class BalancedStep(Step):
+    """A step of an EPMoE with balance.  Its own experts are the first ones of its parameters."""
+
+    def results(self):
+        found, num = super().results(), self.num_own
+        return found[:3] + [grad[:num] for grad in found[3:]]
+
+    @classmethod
+    def of(cls, run, shape, inputs, dy, parameters):
+        """Return (the step, its EPMoE).  parameters: those of the experts.  Collective."""
+        x, idx, weight = inputs
+        moe = epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, run.world, dtype=x.dtype,
+                          device=run.device, max_tokens=shape.tokens, num_sm=run.num_sm, balance="auto")
+        own = [moe.gate_up_proj, moe.down_proj]
+        with torch.no_grad():
+            for mine, p in zip(own, parameters):
+                mine[:len(p)] = p
+        step = cls(lambda x, w: moe(x, idx, w), x, weight, dy, own)
+        step.num_own = len(parameters[0])
+        return step, moe
 
 
 class Inference:
@@ -442,7 +465,7 @@ def record(run, shape, ms, sizes):
             over = None
             if name in ("epmoe", "epmoe FP8"):
                 over = {RATIOS[n]: ms[n][what] for n in RATIOS if n in ms and n != name}
-            if name == "epmoe stages":
+            if name in ("epmoe stages", "epmoe balanced"):
                 over = {n: ms[n][what] for n in ("torch", "epmoe")}
             add(f"{name} {what}", ms[name][what], factor, over)
     peers = {"torch": alone["torch inference"], "GEMMs": ms["torch products"]["forward"]}
@@ -461,7 +484,7 @@ def measure(run, shape):
     if run.size == 1:
         run.say(f"{shape.name} as one rank of {RANKS}:")
     x, idx, weight = run.inputs(shape)
-    if run.options.fp8 and x.dtype == torch.float32:  # of the CPU
+    if (run.options.fp8 or run.options.balance) and x.dtype == torch.float32:  # of the CPU
         x = x.bfloat16()
     inputs = x, idx, weight
     dy = torch.randn_like(x)
@@ -489,15 +512,26 @@ def measure(run, shape):
         run.say("  FP8 beside 16 bits, norms of errors: "
                 + ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, found)))
         run.agree("" if max(found) < FP8_BOUND else "the results in FP8 differ too much from those in bf16")
+    balanced = None
+    if run.options.balance:
+        steps["epmoe balanced"], balanced = BalancedStep.of(run, shape, inputs, dy, parameters)
+        run.agree(differs(steps["epmoe balanced"].results(), steps["epmoe"].results()))
+        helps = balanced.last_layout.helps
+        run.say(f"  balanced: {sum(n for _, _, n in helps)} rows of {len({e for e, _, _ in helps})} experts "
+                f"are computed by other ranks")
     sizes = {name: memory(run, step) for name, step in steps.items()}
     with torch.no_grad():
         rows, _, layout = stages.dispatch(x, idx)
     steps["torch products"] = Products(rows, layout.expert_offsets, *parameters)
     if run.options.fp8:
         add_fp8_products(run, steps, len(rows), parameters)
-    steps |= {f"{name} inference": Inference(steps[name]) for name in ("torch", "epmoe")}
+    steps |= {f"{name} inference": Inference(steps[name])
+              for name in ("torch", "epmoe", "epmoe balanced") if name in steps}
     ms = alternate(run, steps)
     record(run, shape, ms, sizes)
     for layer in (fused, stages):
         layer.synchronize()
         layer.finalize()
+    if balanced is not None:
+        balanced.layer.synchronize()
+        balanced.finalize()

@@ -74,6 +74,7 @@ typedef struct {
     int (*gemm)(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
                 const EpLowRank *low_rank, void *stream);
     int (*activation)(int device, const EpActivationParams *p, void *stream);
+    int (*move_choices)(int device, const EpMoveChoicesParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
     int (*transpose)(int device, const EpTransposeParams *p, void *stream);
     int (*quantize_weight)(int device, const EpQuantizeWeightParams *p, void *stream);

@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "epmoe_device.h"
+#include "protocol/balance.h"
 #include "protocol/errors.h"
 #include "protocol/ops.h"
 #include "protocol/shape.h"
@@ -288,7 +289,9 @@ EP_CALLS(C)
 typedef struct {
     uint32_t num_rows;  /* M of the awaited plan */
     uint32_t num_fused; /* fused operations that were launched */
-    bool is_launched;   /* false: the outputs do not fit num_rows, and nothing was launched */
+    /* false: nothing was launched after the plan, because the outputs do not fit num_rows, or because there
+     * is help (ep_layer_helps) */
+    bool is_launched;
 } EpRan;
 /* Collective: run operation op, an EpOpKind with arguments. args: the struct of its arguments. */
 int ep_layer_run(EpLayer *layer, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran);
@@ -316,6 +319,12 @@ int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, voi
  * expert, with padding. */
 int ep_layer_expert_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
                          int32_t *expert_rows, uint32_t *num_experts);
+/* What the latest ep_layer_experts of a buffer has found: which helper slots compute rows of which experts,
+ * and how many. Empty, if it has balanced nothing. */
+int ep_layer_helps(EpLayer *layer, uint32_t buffer, EpHelps *helps);
+/* The physical expert of each choice of a plan, i32 [T][K], after this help; -1: dropped. */
+int ep_layer_move_choices(EpLayer *layer, uint32_t buffer, const EpTensor *plan, const EpTensor *indices,
+                          void *stream);
 /* Enter operation `op` only to report that this rank failed with `code`. The other ranks raise an error
  * instead of waiting. */
 int ep_layer_propagate_error(EpLayer *layer, uint32_t buffer, uint32_t op, int code, void *stream);

@@ -7,6 +7,7 @@
     EPLayout           the plan of a dispatch: where its rows are
     SymmetricHeap      memory that every rank can access on every other rank
     ExpertMap          which physical experts hold each expert; balance_experts makes one
+    Balance            how ranks with few rows help the others
     World              the ranks that take part
     Nodes              the ranks of several nodes
     thread_worlds      ranks that are threads of one process, for tests
@@ -41,6 +42,7 @@ from .gemm.activations import GptOss, SwiGLU
 from .gemm.four_bit import Int4, quantize_int4, quantize_mxfp4
 from .gemm.grouped import grouped_gemm
 from .gemm.quantize import quantize_fp8, quantize_fp8_weight
+from .moe.balance import Balance
 from .moe.module import EPMoE
 from .moe.numerics import numerics
 from .moe.parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
@@ -48,9 +50,9 @@ from .moe.placement import ExpertMap, balance_experts
 
 _count_flops()
 __version__ = "0.1.0"
-__all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError",
-           "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted", "Int4",
-           "LowLatencyAll2All", "LowLatencyHandle", "Nodes", "PeerDied", "PeerError", "PendingCall",
+__all__ = ["Balance", "EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError",
+           "EpIndexError", "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted",
+           "Int4", "LowLatencyAll2All", "LowLatencyHandle", "Nodes", "PeerDied", "PeerError", "PendingCall",
            "SwiGLU", "SymmetricHeap", "World", "balance_experts", "clip_grad_norm_", "expert_parameters",
            "grouped_gemm", "include_dir", "numerics", "prepare_ddp", "prepare_fsdp", "quantize_fp8",
            "quantize_fp8_weight", "quantize_int4", "quantize_mxfp4", "reference", "thread_worlds",

@@ -339,6 +339,11 @@ static int activation(int device, const EpActivationParams *p, void *stream) {
     ep_cpu_activation(p);
     return 0;
 }
+static int move_choices(int device, const EpMoveChoicesParams *p, void *stream) {
+    (void)device, (void)stream;
+    for (uint64_t i = 0; i < p->num_choices; i++) p->indices[i] = ep_moved_choice(p, i);
+    return 0;
+}
 static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     (void)device, (void)stream;
     ep_cpu_quantize_rows(p);
@@ -380,6 +385,7 @@ const EpBackend ep_cpu_backend = {
     .dispatch_gemm = dispatch_gemm,
     .gemm_combine = gemm_combine,
     .activation = activation,
+    .move_choices = move_choices,
     .quantize = quantize,
     .transpose = transpose,
     .quantize_weight = quantize_weight,

@@ -239,9 +239,9 @@ static void publish_to_host(const EpPlanParams *p, int32_t code, uint64_t epoch)
     p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
     p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
     r->num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS];
-    const int32_t *first = p->plan + p->layout.expert_row_off;
-    for (uint32_t l = 0; p->host_counts && l < ep_num_local_experts(&p->comm.shape); l++)
-        p->comm.host->expert_rows[l] = first[l + 1] - first[l];
+    for (uint32_t e = 0; p->host_counts && !code && e < p->comm.shape.num_experts; e++)
+        p->comm.host->expert_choices[e] =
+            (int32_t)ep_expert_rows(&p->comm.shape, p->plan + p->layout.counts_off, e);
     r->status = code;
     ep_st_relaxed_sys_u64(&r->epoch, epoch);
     ep_st_release_sys_u64(&r->ticket, p->ticket); /* publishes the result to the host */

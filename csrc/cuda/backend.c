@@ -261,6 +261,12 @@ static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, c
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, four_bit, low_rank, stream),
                                         scales ? "grouped GEMM kernel of FP8" : "grouped GEMM kernel"));
 }
+static int move_choices(int device, const EpMoveChoicesParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(
+        &g, ep_cuda_check((cudaError_t)ep_launch_move_choices(p, stream), "kernel that moves choices"));
+}
 static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
@@ -368,6 +374,7 @@ const EpBackend ep_cuda_backend = {
     .wait = wait_word,
     .gemm = gemm,
     .activation = activation,
+    .move_choices = move_choices,
     .quantize = quantize,
     .transpose = transpose,
     .quantize_weight = quantize_weight,

@@ -146,6 +146,17 @@ static int check_tokens(const Call *c, const EpTensor *x, const EpTensor *indice
     return ep_layer_check_tensor(l, "topk_weights", weight, EP_F32, 2, x->shape[0], l->config.shape.num_topk);
 }
 
+static int check_balance(const Call *c, const EpBalance *b) {
+    const EpLayerConfig *config = &c->layer->config;
+    const uint32_t L = ep_num_local_experts(&config->shape);
+    if (b->num_slots >= L)
+        return ep_error(EP_EINVAL, "helper_slots %u: must be fewer than the %u experts of a rank",
+                        b->num_slots, L);
+    if (b->num_slots && !config->host_counts)
+        return ep_error(EP_EINVAL, "helper_slots %u: wanted a layer with host_counts", b->num_slots);
+    return 0;
+}
+
 /* ---- forward ---- */
 
 static int multiply_up(const Call *c, const Weights *w, double alpha, double limit, const EpTensor *rows,
@@ -224,9 +235,11 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                             .kind = EP_GEMM_FORWARD};
 
     const Weights weights = WEIGHTS_OF(a);
+    const EpBalance balance = {a->helper_slots, a->min_helped_rows};
     int code = set_offsets_of_plan(c, a->plan);
     if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
     if (!code) code = check_weights(c, &weights);
+    if (!code) code = check_balance(c, &balance);
     if (!code && a->gate_up_scale && a->h)
         code = ep_error(EP_EINVAL, "h: must be absent, because weights of 4 bits have no gradients");
     if (!code && !a->is_planned && !a->indices)
@@ -234,6 +247,10 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     if (!a->is_planned) {
         EP_TRY(report(c, EP_OP_PLAN, code));
         EP_TRY(run(c, EP_OP_PLAN, &plan, NULL));
+        c->layer->moves[c->buffer].num = 0;
+        if (balance.num_slots)
+            EP_TRY(ep_layer_find_helps(c->layer, c->buffer, &balance, a->plan, c->stream, &ran->num_rows));
+        if (c->layer->moves[c->buffer].num) return 0;
     } else if (code && a->awaits_rows) { /* if the plan has failed, no rank enters the dispatch */
         EP_TRY(ep_layer_rows_locked(c->layer, c->buffer, a->plan, c->stream, &ran->num_rows));
     }

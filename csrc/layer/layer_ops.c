@@ -10,6 +10,7 @@
 #include "layer/layer_state.h"
 #include "layer/prepare.h"
 #include "protocol/flags.h"
+#include "protocol/plan.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"
 #include "runtime/world.h"
@@ -77,7 +78,11 @@ static int expert_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, voi
         return ep_error(EP_EINVAL, "the host has the rows of experts only in a layer with host_counts: read "
                                    "them on the device");
     if (!plan || plan->data == l->newest[buffer]) {
-        memcpy(expert_rows, l->buffers[buffer].comm.host->expert_rows, num * sizeof *expert_rows);
+        const EpPadding padding = ep_layer_padding(l);
+        const int32_t *choices =
+            l->buffers[buffer].comm.host->expert_choices + l->buffers[buffer].comm.my_rank * num;
+        for (uint32_t e = 0; e < num; e++)
+            expert_rows[e] = (int32_t)ep_padded_rows(&padding, (uint32_t)choices[e]);
         return 0;
     }
     /* Another thread has made a newer plan. ep_layer_rows_locked has waited for this one. */

@@ -24,8 +24,9 @@ struct EpLayer {
     uint32_t num_freed;                 /* buffers whose heap memory is free; written inside of calls */
     uint64_t ticket[EP_MAX_BUFFERS];    /* number of the newest plan of each buffer */
     const void *newest[EP_MAX_BUFFERS]; /* address of that plan */
+    EpMoveChoicesParams moves[EP_MAX_BUFFERS]; /* of each buffer; see balance.c */
     EpCommBuffer buffers[EP_MAX_BUFFERS];
-    pthread_mutex_t locks[EP_MAX_BUFFERS]; /* each guards a buffer, and its ticket and newest */
+    pthread_mutex_t locks[EP_MAX_BUFFERS]; /* each guards a buffer, and its ticket, newest and moves */
 };
 
 /* Lock a buffer: 0, or an error without the lock. The wait ends when the operation of another thread ends,
@@ -49,6 +50,10 @@ int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int 
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);
 /* ep_layer_num_rows on a locked buffer. */
 int ep_layer_rows_locked(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows);
+/* On a locked buffer, in a layer with host_counts: wait for a plan, and find who helps whom (balance.h).
+ * num_rows: becomes M of this rank, that after the help. */
+int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const EpTensor *plan, void *stream,
+                        uint32_t *num_rows);
 /* Run an operation on a locked buffer. ran: NULL, or what the call has done, to which this is added. */
 int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran);
 

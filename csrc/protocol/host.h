@@ -57,8 +57,8 @@ typedef struct {
     uint64_t stuck;
     EpFaultRecord fault;
     EpPlanResult plan;
-    /* The rows of each local expert, with padding: a part of the result of a plan with host_counts. */
-    int32_t expert_rows[EP_MAX_EXPERTS];
+    /* [E] choices of all ranks for each expert: a part of the result of a plan with host_counts. */
+    int32_t expert_choices[EP_MAX_EXPERTS];
 } EpHostWords;
 
 #endif /* EP_HOST_H */

@@ -211,6 +211,10 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * exists, and indices is not read. If nothing was launched after the plan, because the outputs do not fit
  * (awaits_rows), the caller calls again, with is_planned. The rest is as in dispatch_gemm and gemm_combine.
  * Scales and zeros are those of weights of 4 bits, as EpGemm has them; NULL in 16 bits.
+ * helper_slots: 0, or in a layer with host_counts how many of the last experts of each rank are helper slots;
+ * min_helped_rows: see EpBalance. After the plan the host waits for its counts. If ranks shall help others
+ * (ep_layer_helps), nothing else is launched: the caller copies weights to the slots, makes a new plan of the
+ * indices that ep_layer_move_choices gives, and calls again, with is_planned.
  * LoRA: beside the product of some rows with a weight of 16 bits, low_in multiplies the same rows, low_rows
  * gets the result, and its product with low_out is added (EpLowRank). gate_up_low_in [L][R][H],
  * gate_up_low_out [L][N][R] and gate_up_low_rows [>= M][R], or none of them; down_low_in [L][R][I],
@@ -245,6 +249,8 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, F64, alpha)                         \
     X(S, F64, limit)                         \
     X(S, U32, requires_grad)                 \
+    X(S, U32, helper_slots)                  \
+    X(S, U32, min_helped_rows)               \
     X(S, PLANNED, is_planned)                \
     X(S, AWAITS, awaits_rows)
 

@@ -32,7 +32,7 @@ typedef struct {
     uint32_t sort_slots;
     uint64_t ticket; /* see EpPlanResult */
     EpPadding padding;
-    uint32_t host_counts; /* nonzero: EpHostWords.expert_rows is part of the result */
+    uint32_t host_counts; /* nonzero: EpHostWords.expert_choices is part of the result */
 } EpPlanParams;
 
 typedef struct {

@@ -217,7 +217,7 @@ static PyObject *propagate_pending_error(EpLayer *l, uint32_t buffer, uint32_t o
  * plan that it awaited, whether it was launched, how many fused operations ran) ---- */
 
 enum { TENSOR, OPTIONAL, OUT, OWN, OWN_OUT, OWN_OUT_OPTIONAL, PLAN, PLAN_OUT, U32, F64, PLANNED, AWAITS };
-enum { MAX_ARGS = 32 };
+enum { MAX_ARGS = 40 };
 typedef struct {
     uint8_t kind;
     uint16_t off; /* of its field in the struct of the arguments */
@@ -347,6 +347,71 @@ FAST(layer_expert_rows) {
     return list;
 }
 
+/* (layer, buffer): who helps in the latest layer_experts, a list of (expert, slot, number of rows) */
+FAST(layer_helps) {
+    uint32_t buffer;
+    EpHelps helps;
+    int code;
+    WANT(2);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    WITHOUT_LOCK(code = ep_layer_helps(l, buffer, &helps));
+    if (code) return ep_done(code);
+    PyObject *list = PyList_New(helps.num);
+    for (uint32_t i = 0; list && i < helps.num; i++) {
+        const EpHelp *h = &helps.help[i];
+        PyObject *item = Py_BuildValue("III", h->expert, h->slot, h->num);
+        if (!item || PyList_SetItem(list, i, item)) Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* (layer, buffer, plan, indices): indices becomes the physical expert of each choice after the help */
+FAST(layer_move_choices) {
+    uint32_t buffer;
+    EpTensor t[2];
+    const EpTensor *plan, *indices;
+    int code;
+    WANT(4);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_own_tensor(args[2], false, &t[0], &plan) ||
+        !ep_get_own_tensor(args[3], false, &t[1], &indices))
+        return NULL;
+    void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
+    WITHOUT_LOCK(code = ep_layer_move_choices(l, buffer, plan, indices, stream));
+    return ep_done(code);
+}
+
+/* (config, helper_slots, min_rows, choices of each physical expert): who helps whom (protocol/balance.h), a
+ * list of (expert, slot, first choice, number of choices) */
+FAST(find_helps) {
+    EpLayerConfig c;
+    EpBalance b;
+    EpHelps helps;
+    uint64_t unused;
+    int32_t rows[EP_MAX_EXPERTS];
+    WANT(4);
+    if (!get_config(args[0], &c) || !ep_get_u32(args[1], &b.num_slots) || !ep_get_u32(args[2], &b.min_rows))
+        return NULL;
+    int code = ep_layer_check_config(&c, &unused);
+    if (code) return ep_raise(code);
+    if (!PyList_Check(args[3]) || PyList_Size(args[3]) != (Py_ssize_t)c.shape.num_experts)
+        return PyErr_Format(PyExc_ValueError, "wanted a list of %u numbers", c.shape.num_experts);
+    for (uint32_t e = 0; e < c.shape.num_experts; e++) {
+        uint32_t n;
+        if (!ep_get_u32(PyList_GetItem(args[3], e), &n)) return NULL;
+        rows[e] = (int32_t)(n & INT32_MAX);
+    }
+    ep_find_helps(&c.shape, &b, rows, &helps);
+    PyObject *list = PyList_New(helps.num);
+    for (uint32_t i = 0; list && i < helps.num; i++) {
+        const EpHelp *h = &helps.help[i];
+        PyObject *item = Py_BuildValue("IIII", h->expert, h->slot, h->first, h->num);
+        if (!item || PyList_SetItem(list, i, item)) Py_CLEAR(list);
+    }
+    return list;
+}
+
 /* (layer, buffer, events or None, capacity) */
 FAST(layer_trace) {
     uint32_t buffer, capacity;
@@ -426,6 +491,9 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(ll_handle_words),
                                   METHOD(layer_num_rows),
                                   METHOD(layer_expert_rows),
+                                  METHOD(layer_helps),
+                                  METHOD(layer_move_choices),
+                                  METHOD(find_helps),
                                   METHOD(layer_trace),
                                   METHOD(layer_propagate_error),
                                   METHOD(layer_sync),

@@ -40,6 +40,7 @@ from .base import (DTYPES, MODES, CollectiveLayer, Group, cast, default_num_sm, 
 from .layout import EPLayout, Layout
 
 if TYPE_CHECKING:
+    from ..moe.balance import Staging
     from .low_latency import LowLatencyAll2All
 
 # What _run_dispatch makes: tensors with a line for each row, or None, and other tensors.
@@ -194,6 +195,7 @@ class EPAll2AllLayer(CollectiveLayer):
 
     is_of_module = False  # whether an EPMoE uses the layer: see ops.rows_to_trace
     low_latency: LowLatencyAll2All | None = None  # EPMoE: that of the modules that share the layer
+    staging: Staging | None = None  # EPMoE: memory of the modules with balance that share the layer
     may_decode = False  # EPMoE: whether calls without gradients create one by themselves
 
     def __init__(self, ep_group: Group, max_tokens: int, hidden: int, topk: int, rank: int | None = None,
@@ -540,6 +542,8 @@ class EPAll2AllLayer(CollectiveLayer):
             >>> layer.finalize()
         """
         _C.layer_close(self._c)
+        if self.staging is not None:
+            self.staging.close()
         if self._owns_heap:
             self.heap.close()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import _C
 
 if TYPE_CHECKING:
+    from ..moe.balance import Helps
     from .internode.plan import NodesLayout
     from .layer import EPAll2AllLayer
 
@@ -47,7 +48,8 @@ class EPLayout:
         >>> layer.finalize()
     """
 
-    __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_expert_rows", "_at")
+    __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_expert_rows", "_at",
+                 "_helps")
 
     def __init__(self, layer: EPAll2AllLayer, plan: Tensor, num_tokens: int, buffer: int,
                  num_rows: int | None = None) -> None:
@@ -58,6 +60,7 @@ class EPLayout:
         self.buffer = buffer
         self._num_rows = num_rows  # None: only the device knows
         self._expert_rows: list[int] | None = None  # of each local expert, with host_counts
+        self._helps: Helps | None = None  # of a call of EPMoE that balanced its rows
         self._at: dict[str, int] | None = None  # name of a part -> offset, once it is needed
 
     def _offset(self, name: str) -> int:
@@ -120,6 +123,14 @@ class EPLayout:
         first = self.layer.rank * self.layer.num_local_experts
         of_local = self.counts.narrow(1, first, self.layer.num_local_experts)
         return of_local.sum(0, dtype=torch.int32)
+
+    @property
+    def helps(self) -> list[tuple[int, int, int]]:
+        """[(expert, rank that helped, number of rows)]: what ranks computed for others.
+
+        Of a call of EPMoE with balance=, the same on all ranks; else empty.
+        """
+        return [] if self._helps is None else self._helps.by_rank(self.layer.num_local_experts)
 
     @property
     def token_dst_scatter_idx(self) -> Tensor:

@@ -45,6 +45,11 @@ def gradient_of_factors(deferred: DeferredWgrad | None, factors: Factors) -> Ten
     return factors.product() if deferred is None else deferred.take(factors)
 
 
+def gradient_at(deferred: DeferredWgrad | None, grad: Tensor | None) -> Tensor | None:
+    """Return where the gradient [L, N, K] of weights is now: main_grad, or `grad`, of a gradient_of."""
+    return grad if deferred is None else main_grad_of(deferred.parameter).view(deferred.shape)
+
+
 class Factors:
     """The factors of a gradient, and what must be known to multiply them later.
 

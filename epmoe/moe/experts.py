@@ -37,11 +37,12 @@ from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, ro
 from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import Activation
 from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
-from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
+from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of
 from ..torch_modes import check_mode, implement, is_plain, is_transformed, is_watched, record_gradient
 from ..torch_modes import requires_grad
 
 if TYPE_CHECKING:
+    from .balance import Balancer
     from ..a2a.layer import EPAll2AllLayer
     from ..a2a.low_latency import LowLatencyAll2All
     from .lora_products import LoraOfCall
@@ -96,12 +97,12 @@ def fits_kernels(*sizes: int) -> bool:
 
 def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, parameters: Weights,
         activation: Activation, as_operators: bool = False, scales: Scales | None = None,
-        lora: LoraOfCall | None = None) -> tuple[Tensor, EPLayout]:
+        lora: LoraOfCall | None = None, balancer: Balancer | None = None) -> tuple[Tensor, EPLayout]:
     """Plan, and apply the experts.  Returns (y, layout).
 
     as_operators: something must see operators, which a call with an adapter does not have.  scales: those of
     weights of 4 bits, which have no gradients.  lora: an adapter, beside which the weights have no gradients
-    either.
+    either.  balancer: what lets ranks help each other, of weights alone.
     """
     layout = None
     try:
@@ -117,9 +118,10 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         if lora is not None and requires_grad(tokens, weight, *lora.factors):
             return lora.apply(tokens, weight, parameters, layer, topk_idx, layout, kernel), layout
         if lora is None and scales is None and requires_grad(tokens, weight, *parameters):
-            return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel), layout
+            return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel,
+                                  balancer), layout
         y, *_ = forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False, scales,
-                         lora.low() if lora else (None, None))
+                         lora.low() if lora else (None, None), balancer)
         return y, layout
     except Exception as error:
         if layout is not None and layout.recv is not None:
@@ -159,13 +161,13 @@ def as_float32(topk_weights: Tensor) -> Tensor:
 
 def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
             parameters: Weights, kernel: Kernel, num_rows: int, saves: bool, scales: Scales | None = None,
-            low: tuple[Low | None, Low | None] = (None, None)) -> tuple[
+            low: tuple[Low | None, Low | None] = (None, None), balancer: Balancer | None = None) -> tuple[
                 Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Run the experts.  Returns (y, rows, h, row_weight, recv, low_rows of gate_up, low_rows of down).
 
     topk_idx: None if the plan is made already.  num_rows: for how many rows to make room; they are as many as
     come, or more.  -1: as many as come, a number that only the plan has.  saves: for a backward.  low: LoRA
-    beside gate and up, and beside down.
+    beside gate and up, and beside down.  balancer: what may make a second plan, in which ranks help others.
     Outputs are allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
@@ -185,6 +187,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
     hint: int = layer._size_hints.get(key, 0) if known is None else known
     is_hint = not knows and hint != NO_SIZE_HINT  # hint follows from earlier calls
     empty, dtype = layer._allocator(), layer.dtype
+    helps = (0, 0) if balancer is None else (balancer.balance.slots, balancer.min_rows)
     recv = empty((layer._recv_words,), (1,), torch.int32)
     y = empty((num_tokens, hidden), (hidden, 1), dtype)
     while True:
@@ -207,7 +210,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
             down_zero, layout.plan, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW), low_up,
-            *(low[1] or NO_LOW), low_down, *kernel, saves, is_planned, awaits_rows))
+            *(low[1] or NO_LOW), low_down, *kernel, saves, *helps, is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
         if is_hint:
@@ -216,6 +219,8 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
             layer._size_hints[key] = next_size_hint(hint, found, saves, hint - found >= awaits_rows)
         if is_launched:
             break
+        if balancer is not None and not is_planned:
+            balancer.help(layer, layout, (gate_up, gate_up_bias, down, down_bias))
         hint, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
     if layer.host_counts:
         layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
@@ -304,18 +309,19 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
                 down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, topk_idx: Tensor,
-                layout: EPLayout, kernel: Kernel) -> Tensor:
+                layout: EPLayout, kernel: Kernel, balancer: Balancer | None) -> Tensor:
         parameters = gate_up, gate_up_bias, down, down_bias
         y, rows, h, row_weight, recv, *_ = forward(layer, x, topk_idx, weight, layout, parameters, kernel,
-                                                   layer._unread_rows or -1, True)
+                                                   layer._unread_rows or -1, True, balancer=balancer)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
+        ctx.balancer, ctx.helps = balancer, layout._helps
         ctx.save_for_backward(layout.plan, *parameters, rows, h, row_weight, recv)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
-        return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None, None, None, None
+        return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), *[None] * 5
 
 
 def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool]) -> _Gradients:
@@ -324,6 +330,9 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         ctx, layer, _C.OP_DISPATCH, dy)
     of_x, of_weight, of_gate_up, of_gate_up_bias, of_down, of_down_bias = needed
     d_gate_up = d_gate_up_bias = d_down = d_down_bias = None
+    weights = gate_up, gate_up_bias, down, down_bias
+    if ctx.helps is not None:
+        ctx.balancer.restore(layer, ctx.buffer, plan, ctx.helps, weights)
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
         as_operators = is_watched() or is_transformed()
         check_mode(dy, gate_up, down, may_batch=True)
@@ -368,6 +377,10 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         d_gate_up = gradient_of(deferred_up, d_h, rows, offsets)
     if of_gate_up_bias:
         d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
+    if ctx.helps is not None and any(needed[2:]):
+        deferred_up, deferred_down = ctx.deferred_wgrads
+        grads = gradient_at(deferred_up, d_gate_up), d_gate_up_bias, gradient_at(deferred_down, d_down)
+        ctx.balancer.send_home(layer, ctx.buffer, plan, ctx.helps, (*grads, d_down_bias), weights)
     return (dx if of_x else None, d_weight if of_weight else None, d_gate_up, d_gate_up_bias, d_down,
             d_down_bias)
 
@@ -462,6 +475,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, rows, h, row_weight, recv = output
     ctx.num_tokens = x.shape[0]
     ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
+    ctx.balancer = ctx.helps = None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rows, h, row_weight, recv)
     ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,10 @@ from ..gemm.grouped import grouped_gemm, is_transposed
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
-from . import checkpoint, chunks, decode as decoding, experts as experts_ops, formats, fp8, fp8_training
+from . import balance as balancing, checkpoint, chunks, decode as decoding, experts as experts_ops
+from . import formats, fp8, fp8_training
 from . import guards, lora, lora_products, numerics, placement, shards, statistics
+from .balance import Balance, Balancer
 from .experts import Weights
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
@@ -160,6 +162,7 @@ class EPMoEOptions(TypedDict, total=False):
     bias: bool
     layer: EPAll2AllLayer | None
     num_physical: int | None
+    balance: Balance | Literal["auto"] | None
     weight_dtype: WeightDtype | None
     dispatch_dtype: torch.dtype | None
     compute_dtype: torch.dtype | None
@@ -264,6 +267,9 @@ class EPMoE(nn.Module):
         layer: None, or an EpAll2AllFusedOp or EPAll2AllLayer to share with other EPMoE modules of the same
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
         num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for replicas.
+        balance: A Balance, "auto": Balance(), or None.  With it, ranks that get few rows in a call compute
+            rows of the experts with most (docs/experts.md).  P is E, rounded up, and the helper slots.  For
+            bfloat16 and float16, on one node, without num_physical, capacity and delay_wgrad_compute.
         weight_dtype: torch.float8_e4m3fn, "mxfp4", "int4", an Int4, or None: dtype.
         dispatch_dtype: With weights of 4 bits, the dtype in which tokens travel to their experts:
             torch.float8_e4m3fn, with a scale for each 128 numbers, or None: dtype.  H is then a multiple of
@@ -301,6 +307,7 @@ class EPMoE(nn.Module):
         is_fp8: Whether it is that of FP8.
         computes_fp8: Whether compute_dtype is that of FP8.
         layer: The communication layer.
+        balance: The Balance, or None.
         rank_invariant: As passed.
         num_experts: E.
         expert_map: The ExpertMap of topk_idx, or None where each expert is its own physical one.
@@ -346,7 +353,9 @@ class EPMoE(nn.Module):
     num_experts: int
     num_chunks: int | None
     rank_invariant: bool
+    balance: Balance | None
     layer: EPAll2AllLayer
+    _balancer: Balancer | None
     expert_map: ExpertMap | None
     gradient_scale: float
     last_layout: Layout | None
@@ -367,6 +376,7 @@ class EPMoE(nn.Module):
                  activation: Activation = "swiglu", *, max_tokens: int = 4096,
                  dtype: torch.dtype = torch.bfloat16, device: torch.device | str | None = None,
                  bias: bool = False, layer: EPAll2AllLayer | None = None, num_physical: int | None = None,
+                 balance: Balance | Literal["auto"] | None = None,
                  weight_dtype: WeightDtype | None = None, dispatch_dtype: torch.dtype | None = None,
                  compute_dtype: torch.dtype | None = None, wgrad_dtype: torch.dtype | None = None,
                  delay_wgrad_compute: bool = False,
@@ -407,8 +417,16 @@ class EPMoE(nn.Module):
             if inner < 1:
                 raise ValueError(f"inner {inner}: must be positive")
             num_experts = integer("num_experts", num_experts)
-            num_physical = check_num_physical(num_experts, world.size, num_physical)
             self._format = formats.choose(weight_dtype, dtype, hidden, inner, activation, dispatch_dtype)
+            self.balance = balancing.check(balance, world, self._format, dtype, num_physical=num_physical,
+                                           capacity=capacity, compute_dtype=compute_dtype,
+                                           delay_wgrad_compute=delay_wgrad_compute,
+                                           num_buffers=num_buffers != 1,
+                                           **{"token_saving=False": not token_saving})
+            num_physical = check_num_physical(num_experts, world.size, num_physical)
+            if self.balance is not None:
+                num_physical += world.size * self.balance.slots
+                options["host_counts"] = True
             self.computes_fp8 = fp8_training.check_compute_dtype(compute_dtype, self._format, hidden, inner,
                                                                  token_saving, wgrad_dtype)
             if not self._format.has_gradients and self._has_other_gradients:
@@ -432,9 +450,11 @@ class EPMoE(nn.Module):
         self.num_experts = num_experts
         if layer is not None:
             check_shared(layer, hidden, topk, num_physical, dtype)
+            balancing.check_layer(self.balance, layer)
             fp8_training.check_layer(self.computes_fp8, layer)
             chunks.check_layer(self.num_chunks, layer)
             self._make(layer, halves * inner, inner, bias)
+            balancing.check_staging(self.balance, layer, self._weights(), fuse_wgrad_accumulation)
         else:
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_physical,
                                      dtype=dtype, device=device, **options | {"reserve_sms": reserve_sms})
@@ -444,7 +464,10 @@ class EPMoE(nn.Module):
                 agree(layer.world, f"inner {inner}, activation {activation!r}, bias {bias}, num_experts "
                                    f"{num_experts}, weight_dtype {self.weight_dtype}, dispatch_dtype "
                                    f"{dispatch_dtype}, compute_dtype {compute_dtype}, num_chunks "
-                                   f"{num_chunks}")
+                                   f"{num_chunks}, {self.balance}")
+                if self.balance is not None:
+                    balancing.make_staging(self.balance, layer, self._weights(),
+                                           fuse_wgrad_accumulation)
             except Exception:
                 with contextlib.suppress(Exception):  # all ranks fail here, so all close the layer
                     layer.finalize()
@@ -456,6 +479,8 @@ class EPMoE(nn.Module):
         self.layer = layer
         layer.is_of_module = True
         self.expert_map = None
+        self._balancer = None if self.balance is None else balancing.Balancer(
+            self.balance, layer, self._weight_gradients is not None)
         home = self._placed(ExpertMap.home(self.num_experts, layer.world_size, layer.num_experts))
         self._use_map(home, home.physical_to_logical_map.tolist())
         self.gradient_scale = 1.0
@@ -707,7 +732,7 @@ class EPMoE(nn.Module):
         if path is None and not torch.compiler.is_compiling():  # recomputed compiled code must not do this
             self.last_layout = layout
         if self._records_stats and layout is not None:
-            self._count(layout.unpadded_tokens_per_expert)
+            self._count_layout(layout)
         return y if x.dim() == 2 else unflatten(y, x.shape)
 
     @without_dynamo
@@ -793,8 +818,9 @@ class EPMoE(nn.Module):
                 if self._records_stats:
                     self._count(counts)
                 return y, None
+            balancer = None if of_call is not None or self._is_sharded else self._balancer
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched,
-                                   scales, of_call)
+                                   scales, of_call, balancer)
         if self.computes_fp8:
             return fp8_training.run(self, cast("EPAll2AllLayer", layer), x, topk_idx, topk_weights, weights)
         gate_up, gate_up_bias, down, down_bias = weights
@@ -864,6 +890,11 @@ class EPMoE(nn.Module):
         """Add the rows of this rank's experts [L] to those of earlier calls."""
         assert self._row_counts is not None
         self._row_counts.add_(counts)
+
+    def _count_layout(self, layout: Layout) -> None:
+        """Count the rows of a call, where their experts are, not where helpers computed them."""
+        rows, helps = layout.unpadded_tokens_per_expert, getattr(layout, "_helps", None)
+        self._count(rows if helps is None else balancing.count(self.layer, helps, rows))
 
     def _scale_of(self, name: str) -> Tensor | None:
         """Return the scales of weights in FP8, else None."""

@@ -62,10 +62,10 @@ def numerics(moe: EPMoE) -> Numerics:
         >>> moe.finalize()
     """
     of_products = _products_reason(moe)
-    of_batch = of_products or _replicas_reason(moe) or (
+    of_batch = of_products or _replicas_reason(moe) or _balance_reason(moe) or (
         "with token_saving=False decoding adds up and multiplies otherwise than prefill"
         if moe.layer._copies > 1 else "")
-    of_ranks = of_products if moe.rank_invariant else (
+    of_ranks = (of_products or _helped_gradients_reason(moe)) if moe.rank_invariant else (
         "each rank adds up its rows of a token and rounds: pass rank_invariant=True")
     with torch.no_grad():
         weights = moe._weights()
@@ -109,6 +109,19 @@ def _replicas_reason(moe: EPMoE) -> str:
         return ("the place of a token in the batch chooses the replica of an expert, and each rank rounds "
                 "its sum: pass rank_invariant=True")
     return ""
+
+
+def _balance_reason(moe: EPMoE) -> str:
+    """Return why helpers make the sum of a token depend on the batch, or ""."""
+    if moe.balance is not None and moe.layer._config.combine_mode == _C.COMBINE_LOCAL:
+        return ("the rows of the batch choose the ranks that help, and each rank rounds its sum: pass "
+                "rank_invariant=True")
+    return ""
+
+
+def _helped_gradients_reason(moe: EPMoE) -> str:
+    return "" if moe.balance is None else (
+        "ranks that help round their parts of the gradients of parameters; outputs do not depend on it")
 
 
 def check_rank_invariant(world: World | Nodes, layer: EPAll2AllLayer | None) -> None:

@@ -329,6 +329,9 @@ def _check(moe: EPMoE, expert_map: ExpertMap | None) -> ExpertMap:
                          f"has {moe.num_experts} and {layer.num_experts}: both must be the same "
                          f"(num_physical= of EPMoE)")
     check_unmerged(moe, "set_expert_map")
+    if moe.balance is not None:
+        raise RuntimeError("set_expert_map: with balance each call chooses what the spare physical experts "
+                           "compute: create the module with num_physical= instead")
     if hasattr(moe, "unshard") or any(is_dtensor(p) for p in tensors(moe)):
         raise RuntimeError("set_expert_map cannot move experts that FSDP has sharded: call it without "
                            "fully_shard, for inference")

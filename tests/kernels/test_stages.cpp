@@ -36,8 +36,8 @@ static bool check(const Case *c) {
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
         const EpFaultRecord &f = q.cpu.host[r]->fault, &g = q.gpu.host[r]->fault;
         ok = same("the fault record", r, 0, &f, &g, sizeof f) && ok;
-        ok = same("the host's counts", r, 0, q.cpu.host[r]->expert_rows, q.gpu.host[r]->expert_rows,
-                  sizeof q.cpu.host[r]->expert_rows) &&
+        ok = same("the host's counts", r, 0, q.cpu.host[r]->expert_choices, q.gpu.host[r]->expert_choices,
+                  sizeof q.cpu.host[r]->expert_choices) &&
              ok;
         for (uint32_t i = 0; i < NUM_ROUNDS; i++) {
             const Out &a = q.cpu.out[r][i], &b = q.gpu.out[r][i];

@@ -347,13 +347,11 @@ EP_FN void publish_to_host(const Params &p, int32_t code, uint32_t num_rows, uin
     ep_st_release_sys_u64(&r->ticket, p.ticket); /* publishes the result to the host */
 }
 
-/* Write the rows of each local expert for the host. One warp calls it, before publish_to_host. */
-EP_FN void write_host_counts(const Params &p, const Smem &m, const Verdict &v) {
-    const uint32_t L = ep_num_local_experts(&p.comm.shape);
-    const uint32_t *first = m.row_from + p.comm.my_rank * L;
-    for (uint32_t l = ep_lane(); l < L; l += 32)
-        p.comm.host->expert_rows[l] =
-            (int32_t)((l + 1 < L ? first[l + 1] : v.rank_rows[p.comm.my_rank]) - first[l]);
+/* Write the choices of each expert for the host. One warp calls it, before publish_to_host. */
+EP_FN void write_host_counts(const Params &p, const Smem &m) {
+    const EpShape &s = p.comm.shape;
+    for (uint32_t e = ep_lane(); e < s.num_experts; e += 32)
+        p.comm.host->expert_choices[e] = (int32_t)ep_expert_rows(&s, m.counts, e);
     ep_warp_sync(); /* all lanes' stores come before the release of the lane that publishes */
 }
 

@@ -1,0 +1,320 @@
+"""balance= of EPMoE: in each call, ranks with few rows compute rows of the experts that have most.
+
+The last physical experts of each rank are helper slots.  They hold no expert of their own.  In a call:
+
+1. The plan brings the counts of all ranks to each host.  Each computes the same list of helps from them
+   (csrc/protocol/balance.h).  If it is empty, the call goes on as always.
+2. The ranks of the helped experts copy the weights to the helpers, into symmetric memory.  This memory is
+   `layer.staging`; it has room for the experts of the helper slots of a rank.
+3. A second plan sends the choices to the slots.  Its operation is a barrier, too: after it each helper copies
+   the weights from its staging into the rows of its parameters that are its slots.
+4. Dispatch, products and combine run as in any call.  They know nothing of helps.
+
+Backward: the slots must hold what they held in the forward.  If another forward has changed them since, the
+weights travel again (restore).  The gradients of the slots then go home: each helper copies them into its
+staging, and after a barrier the experts' ranks add them to their own, in the order of the slots.
+
+When may a rank write the staging of another?  After an operation that this one entered after its last access
+to it: each rank enters an operation in stream order.  So help() writes after the first plan, and restore()
+after a barrier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from ..comm.device import integer, stream_of
+from ..comm.error_propagation import reporting
+from ..comm.heap import SymmetricHeap
+from ..comm.nodes import Nodes
+from ..comm.world import World
+from ..torch_modes import writing
+
+if TYPE_CHECKING:
+    from ..a2a.layer import EPAll2AllLayer
+    from ..a2a.layout import EPLayout
+    from .experts import Weights
+    from .weights import WeightFormat
+
+__all__ = ["Balance"]
+_ALIGNMENT = 256  # bytes, of each weight in the staging
+# So many rows take as long to multiply as the weights of their expert take to travel: a row needs 2
+# operations for each parameter, which has 2 bytes.  An H200 has about 700 TFLOP/s and 350 GB/s.
+_MIN_ROWS = {"cuda": 2048, "cpu": 16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """How an EPMoE balances the rows of its ranks in each call.
+
+    Args:
+        slots: Helper slots of each rank, at least 1: experts of other ranks of which it can compute rows at
+            the same time.  Each takes the memory of an expert three times: as a part of the parameters, of
+            their gradients, and in symmetric memory.
+        min_rows: The fewest rows with which an expert goes to a slot.  None: as many as take as long as its
+            weights take to travel, 2048 on CUDA and 16 on the CPU.
+
+    Raises:
+        ValueError: For numbers below 1.
+
+    Examples:
+        >>> import epmoe
+        >>> epmoe.Balance(slots=3)
+        Balance(slots=3, min_rows=None)
+    """
+
+    slots: int = 2
+    min_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if integer("slots", self.slots) < 1:
+            raise ValueError(f"slots {self.slots}: must be at least 1")
+        if self.min_rows is not None and integer("min_rows", self.min_rows) < 1:
+            raise ValueError(f"min_rows {self.min_rows}: must be at least 1, or None")
+
+
+def check(balance: Balance | Literal["auto"] | None, world: World | Nodes, format: WeightFormat,
+          dtype: torch.dtype, **options: object) -> Balance | None:
+    """Return the Balance of an EPMoE, or raise for one that it cannot have.
+
+    options: of EPMoE, by name, that must have no value.
+    """
+    if balance is None:
+        return None
+    if isinstance(balance, str) and balance == "auto":
+        balance = Balance()
+    if not isinstance(balance, Balance):
+        raise TypeError(f"balance: wanted an epmoe.Balance, \"auto\" or None, got {balance!r}")
+    if isinstance(world, Nodes):
+        raise ValueError("balance over several nodes: weights travel inside of a node only: leave it out")
+    if not format.has_gradients or dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"balance: wanted weights in bfloat16 or float16, got "
+                         f"{dtype if format.has_gradients else format.title}")
+    wrong = [name for name, value in options.items() if value]
+    if wrong:
+        raise ValueError(f"balance with {', '.join(wrong)}: not possible together: leave one of them out")
+    return balance
+
+
+class Staging:
+    """Symmetric memory through which the weights and gradients of helper slots travel; see above.
+
+    Attributes:
+        slots: Helper slots of a rank.
+        num_bytes: Of a slot.
+    """
+
+    def __init__(self, world: World, device: torch.device, slots: int, num_bytes: int) -> None:
+        self.slots, self.num_bytes = slots, num_bytes
+        self._heap = SymmetricHeap(world, slots * num_bytes + _ALIGNMENT, device)
+        try:
+            self._memory = self._heap.malloc_symmetric((slots, num_bytes), torch.uint8, _ALIGNMENT)
+        except Exception:
+            self._heap.close()
+            raise
+
+    def parts(self, slot: int, weights: Weights,
+              dtype: torch.dtype | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield for each weight [L, ..]: (the weight, room for one expert's part of it in a slot).
+
+        dtype: of the room; None: that of the weight.
+        """
+        at = 0
+        for w in weights:
+            if w is not None:
+                size = w[0].numel() * (dtype or w.dtype).itemsize
+                yield w, self._memory[slot, at:at + size].view(dtype or w.dtype).view(w.shape[1:])
+                at += aligned(size)
+
+    def put(self, room: Tensor, source: Tensor, rank: int) -> None:
+        self._heap.put(room, source, rank)
+
+    def at(self, room: Tensor, rank: int) -> Tensor:
+        """Return the same room at another rank."""
+        return self._heap.peer_view(room, rank)
+
+    def close(self) -> None:
+        self._heap.close()
+
+
+def check_layer(balance: Balance | None, layer: EPAll2AllLayer) -> None:
+    """Raise ValueError if a module with balance cannot share a layer."""
+    if balance is not None and (layer.staging is None or layer.staging.slots != balance.slots):
+        raise ValueError(f"{balance}: the module that created the shared layer has another: "
+                         f"give both the same")
+
+
+def check_staging(balance: Balance | None, layer: EPAll2AllLayer, weights: Weights, fuses: bool) -> None:
+    """Raise ValueError if the experts of a module do not fit the staging of the layer that it shares."""
+    if balance is not None and bytes_of_expert(weights, fuses) > _staging(layer).num_bytes:
+        raise ValueError("balance: the experts are larger than those of the module that created the shared "
+                         "layer: create the layer with the module of the largest experts")
+
+
+def make_staging(balance: Balance, layer: EPAll2AllLayer, weights: Weights, fuses: bool) -> None:
+    """Give a layer the staging for modules with such weights.  Collective."""
+    assert isinstance(layer.world, World)
+    layer.staging = Staging(layer.world, layer.device, balance.slots, bytes_of_expert(weights, fuses))
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def bytes_of_expert(weights: Weights, fuses: bool) -> int:
+    """Return the bytes of a slot of the staging.  fuses: gradients travel in float32."""
+    return sum(aligned(w[0].numel() * (4 if fuses else w.element_size())) for w in weights if w is not None)
+
+
+class Helps:
+    """The helps of one call.
+
+    Attributes:
+        list: [(physical expert, helper slot: a physical expert too, number of rows)], by slot, the same on
+            all ranks.
+        generation: The Balancer's at the call.
+    """
+
+    __slots__ = ("list", "generation", "_slots")
+
+    def __init__(self, helps: list[tuple[int, int, int]], generation: int, slots: int) -> None:
+        self.list, self.generation = sorted(helps, key=lambda help: help[1]), generation
+        self._slots = slots
+
+    def by_rank(self, local: int) -> list[tuple[int, int, int]]:
+        """Return [(logical expert, rank that helped, number of rows)].  local: L."""
+        return [(e // local * (local - self._slots) + e % local, slot // local, rows)
+                for e, slot, rows in self.list]
+
+
+class Balancer:
+    """Runs the helps of an EPMoE.
+
+    Attributes:
+        balance: As passed.
+        min_rows: That of balance, or the one of the device.
+    """
+
+    def __init__(self, balance: Balance, layer: EPAll2AllLayer, fuses: bool) -> None:
+        self._gradient_dtype = torch.float32 if fuses else None  # in the staging; main_grad may have it
+        self.balance = balance
+        self.min_rows = balance.min_rows or _MIN_ROWS[layer.device.type]
+        self._generation = 0  # how often the slots of the parameters were filled
+
+    def help(self, layer: EPAll2AllLayer, layout: EPLayout, weights: Weights) -> None:
+        """After a plan: fill the helper slots, and make another plan with them, if ranks shall help others.
+
+        Collective; all ranks find the same.  layout: that of the plan; it gets the Helps.
+        """
+        helps = _C.layer_helps(layer._c, layout.buffer)
+        if not helps:
+            return
+        self._generation += 1
+        layout._helps = Helps(helps, self._generation, self.balance.slots)
+        self._send(layer, layout._helps, weights)
+        indices = layer._empty(layout.num_tokens, layer.topk, dtype=torch.int32)
+        _C.layer_move_choices(layer._c, layout.buffer, layout.plan, indices)
+        _C.layer_plan(layer._c, layout.buffer, (indices, None, layout.plan))
+        with reporting(layer, _C.OP_DISPATCH, layout.buffer, layout.plan, True):
+            self._receive(layer, layout._helps, weights)
+
+    def restore(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
+                weights: Weights) -> None:
+        """Before a backward: let the slots hold what they held in its forward.  Collective."""
+        if helps.generation == self._generation:
+            return
+        self._generation += 1  # so the forward that filled them last restores them, too
+        with reporting(layer, _C.OP_BARRIER, buffer, plan):
+            _barrier(layer, buffer)
+            self._send(layer, helps, weights)
+            _barrier(layer, buffer)
+        with reporting(layer, _C.OP_DISPATCH, buffer, plan):
+            self._receive(layer, helps, weights)
+        helps.generation = self._generation
+
+    def send_home(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
+                  grads: Sequence[Tensor | None], weights: Weights) -> None:
+        """Add the gradients of the helper slots to those of the experts, and set them to zero.  Collective.
+
+        grads: [L, ..], of each weight: those of this backward, or main_grad, to which it has added them.  A
+            rank that has none of a weight sends zeros.
+        """
+        staging, local, rank = _staging(layer), layer.num_local_experts, layer.rank
+        with reporting(layer, _C.OP_BARRIER, buffer, plan):
+            for _, slot, _ in helps.list:
+                if slot // local == rank:
+                    for (_, room), grad in zip(self._rooms(staging, slot % local - local, weights),
+                                               _given(grads, weights)):
+                        if grad is None:
+                            room.zero_()
+                        else:
+                            room.copy_(grad[slot % local])
+                            grad[slot % local].zero_()
+            _barrier(layer, buffer)
+        sums: dict[int, list[Tensor | None]] = {}
+        for expert, slot, _ in helps.list:
+            if expert // local == rank:
+                i = expert % local
+                sums.setdefault(i, [None if g is None else g[i].float() for g in _given(grads, weights)])
+                for (_, room), total in zip(self._rooms(staging, slot % local - local, weights), sums[i]):
+                    if total is not None:
+                        total += staging.at(room, slot // local)
+        for i, totals in sums.items():
+            for grad, total in zip(_given(grads, weights), totals):
+                if grad is not None and total is not None:
+                    grad[i] = total
+
+    def _rooms(self, staging: Staging, slot: int, weights: Weights) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the parts of a slot for gradients."""
+        return staging.parts(slot, weights, self._gradient_dtype)
+
+    def _send(self, layer: EPAll2AllLayer, helps: Helps, weights: Weights) -> None:
+        """Copy the weights of this rank's experts to the staging of those who help them."""
+        staging, local = _staging(layer), layer.num_local_experts
+        with torch.no_grad():
+            for expert, slot, _ in helps.list:
+                if expert // local == layer.rank:
+                    for w, room in staging.parts(slot % local - local, weights):
+                        staging.put(room, w[expert % local], slot // local)
+
+    def _receive(self, layer: EPAll2AllLayer, helps: Helps, weights: Weights) -> None:
+        """Copy weights from this rank's staging into its helper slots."""
+        staging, local = _staging(layer), layer.num_local_experts
+        own = [w for w in weights if w is not None]
+        with writing(own):
+            for _, slot, _ in helps.list:
+                if slot // local == layer.rank:
+                    for w, room in staging.parts(slot % local - local, weights):
+                        # .data: to autograd the weights are the same; restore() sees to it
+                        w.data[slot % local].copy_(room)
+
+
+def count(layer: EPAll2AllLayer, helps: Helps, rows: Tensor) -> Tensor:
+    """Return rows [L] of this rank's physical experts as they were without the helps."""
+    local, moved = layer.num_local_experts, [0] * layer.num_local_experts
+    for expert, slot, num in helps.list:
+        if expert // local == layer.rank:
+            moved[expert % local] += num
+        if slot // local == layer.rank:
+            moved[slot % local] -= num
+    return rows + torch.tensor(moved, dtype=rows.dtype, device=rows.device)
+
+
+def _given(grads: Sequence[Tensor | None], weights: Weights) -> list[Tensor | None]:
+    """Return the gradients of the weights that there are."""
+    return [g for g, w in zip(grads, weights) if w is not None]
+
+
+def _staging(layer: EPAll2AllLayer) -> Staging:
+    assert layer.staging is not None  # of a layer whose EPMoE has a Balancer
+    return layer.staging
+
+
+def _barrier(layer: EPAll2AllLayer, buffer: int) -> None:
+    _C.layer_barrier(layer._c, buffer, stream_of(layer.device))

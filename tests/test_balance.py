@@ -1,0 +1,449 @@
+"""EPMoE(balance=...): ranks with few rows help the others, and the results are those without help."""
+
+import copy
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import epmoe
+from balance_cases import BALANCE, HIDDEN, K, backward, batch, fill, forward, gradients, make, train
+from cases import same_bits
+from outcomes import outcome
+from epmoe import _C
+from epmoe.a2a.base import NO_CONFIG
+from epmoe.moe import balance as balancing
+
+
+def pairs(ranks, run, **options):
+    """(with balance, without), of each rank."""
+    return zip(*(ranks(functools.partial(run, **options, balance=b)) for b in (BALANCE, None)))
+
+
+def find_helps(rows, num_ranks, slots, min_rows=1):
+    config = NO_CONFIG._replace(ranks=num_ranks, num_experts=len(rows), topk=1, max_tokens=1, hidden=16,
+                                capacity=1, num_buffers=1, num_sm=1)
+    return _C.find_helps(config, slots, min_rows, rows)
+
+
+def loads(rows, num_ranks):
+    local = len(rows) // num_ranks
+    return [sum(rows[r * local:(r + 1) * local]) for r in range(num_ranks)]
+
+
+# ---- who helps whom ----
+
+
+@pytest.mark.parametrize("num_ranks, local, slots", [(2, 3, 1), (4, 6, 2), (8, 10, 8), (3, 5, 4), (1, 4, 2)])
+def test_helps_keep_the_rows_and_pass_no_mean(num_ranks, local, slots):
+    rng = random.Random(f"{num_ranks} {local} {slots}")
+    helped = 0
+    for trial in range(200):
+        rows = [0 if i % local >= local - slots else int(rng.paretovariate(0.7)) % 5000 * (trial % 7 > 0)
+                for i in range(num_ranks * local)]
+        min_rows = rng.choice((1, 1, 50))
+        helps = find_helps(rows, num_ranks, slots, min_rows)
+        after, before, mean = list(rows), loads(rows, num_ranks), -(-sum(rows) // num_ranks)
+        for expert, slot, first, num in helps:
+            assert num >= min_rows and expert % local < local - slots <= slot % local
+            assert expert // local != slot // local and after[slot] == 0
+            assert first + num == after[expert]  # the last rows, so that each has one place
+            after[expert], after[slot] = first, num
+        assert sum(after) == sum(rows) and helps == find_helps(rows, num_ranks, slots, min_rows)
+        for old, new in zip(before, loads(after, num_ranks)):
+            assert min(old, mean) <= new <= max(old, mean)
+        helped += bool(helps)
+    assert (helped > 50) == (num_ranks > 1)
+
+
+def test_helps_of_hot_experts_level_the_ranks():
+    """One and two hot experts, and 3.0 times the mean on a rank, with two slots: at most 1.1 of the mean."""
+    local, slots = 10, 2
+    for num_ranks, hot in itertools.product((2, 4, 8), (1, 2)):
+        rows = [0 if i % local >= local - slots else 100 for i in range(num_ranks * local)]
+        for e in range(hot):
+            rows[e] += 2 * 800 * (num_ranks - 1) // hot
+        after = list(rows)
+        for expert, slot, _, num in find_helps(rows, num_ranks, slots, 64):
+            after[expert] -= num
+            after[slot] += num
+        mean = sum(rows) / num_ranks
+        assert max(loads(rows, num_ranks)) > 1.45 * mean and max(loads(after, num_ranks)) <= 1.1 * mean
+
+
+def test_helps_leave_balanced_rows_alone():
+    assert find_helps([7, 9, 0, 8, 8, 0], 2, 1) == []
+    assert find_helps([0, 0, 0, 0, 0, 0], 2, 1) == []
+    assert find_helps([20, 0, 0, 0, 0, 0], 2, 1, min_rows=11) == []
+    assert find_helps([20, 0, 0, 0, 0, 0], 2, 1, min_rows=10) == [(0, 5, 10, 10)]
+
+
+# ---- results ----
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("options", [
+    {}, {"bias": False, "activation": "gpt_oss"}, {"activation": "relu2"}, {"num_experts": 7},
+    {"rank_invariant": False}, {"fused": False}, {"max_tokens": 512}], ids=str)
+def test_balanced_steps_have_the_results_of_others(ranks, dtype, options):
+    options = {"rank_invariant": True, "dtype": dtype} | options
+    for balanced, other in pairs(ranks, train, **options):
+        seen, helps, grads = balanced
+        assert all(helps) == (ranks.size() > 1) and not any(other[1])
+        for mine, its in zip(seen, other[0]):
+            for name in its:
+                if options["rank_invariant"]:
+                    same_bits(mine[name], its[name], name)
+                else:
+                    assert (mine[name].float() - its[name].float()).abs().max() <= (
+                        2**-6 * its[name].float().abs().max())
+        for name, its in other[2].items():
+            assert (grads[name].float() - its.float()).abs().max() <= 2**-6 * its.float().abs().max(), name
+
+
+def even(world, device):
+    moe = make(world, device)
+    layouts = []
+    for hot in ((0, 1), (2, 7)):
+        forward(moe, 1, hot)
+        layout = moe.last_layout
+        layouts.append((layout.num_rows, layout.helps))
+    moe.finalize()
+    return layouts
+
+
+def test_ranks_have_equally_many_rows(ranks):
+    for call in zip(*ranks(even)):
+        rows, helps = [n for n, _ in call], [h for _, h in call]
+        assert max(rows) <= 1.1 * sum(rows) / len(rows)
+        assert all(h == helps[0] for h in helps)
+        assert all(0 <= rank < ranks.size() and n >= 4 for _, rank, n in helps[0])
+
+
+def interleaved(world, device, balance=BALANCE):
+    """Backwards in another order than their forwards, twice through one graph, and a recomputed forward."""
+    moe = make(world, device, balance=balance, rank_invariant=True)
+    first, second, third = (forward(moe, step, hot) for step, hot in enumerate(((0, 1), (6, 7), (3, 4))))
+    y, x, weights = first
+    y.sum().backward(retain_graph=True)
+    again = [x.grad.clone(), weights.grad.clone()]
+    x.grad = weights.grad = None
+    seen = [backward(*third), backward(*first), backward(*second)]
+    assert again[0].isfinite().all()
+    recomputed = forward(moe, 3, (5, 6), run=lambda *call: checkpoint(moe, *call, use_reentrant=False))
+    forward(moe, 4, (0, 2))
+    seen += [backward(*recomputed), dict(zip("ab", again))]
+    grads = gradients(moe)
+    moe.layer.synchronize()
+    moe.finalize()
+    return seen, grads
+
+
+def test_slots_are_restored_for_backwards(ranks):
+    for balanced, other in pairs(ranks, interleaved):
+        for mine, its in zip(balanced[0], other[0]):
+            for name in its:
+                same_bits(mine[name], its[name], name)
+        for name, its in other[1].items():
+            assert (balanced[1][name] - its).abs().max() <= 2**-5 * its.abs().max(), name
+
+
+def sharing(world, device, balance=BALANCE):
+    """Two modules of one layer, and a copy of one, in one graph."""
+    one = make(world, device, balance=balance, rank_invariant=True)
+    two = epmoe.EPMoE(HIDDEN, 16, 8, K, world, layer=one.layer, bias=False, balance=balance, device=device)
+    fill(two)
+    three = copy.deepcopy(one)
+    seen = []
+    x, idx, weights = batch(one, 5)
+    x.requires_grad_()
+    y = three(two(one(x, idx, weights), (idx + 3).clamp_max(7), weights), (idx + 5).clamp_max(7), weights)
+    y.float().pow(2).sum().backward()
+    seen.append({"y": y.detach(), "x": x.grad})
+    grads = [gradients(moe) for moe in (one, two, three)]
+    one.layer.synchronize()
+    one.finalize()
+    return seen, grads
+
+
+def test_modules_share_the_staging(ranks):
+    for balanced, other in pairs(ranks, sharing):
+        for name, its in other[0][0].items():
+            same_bits(balanced[0][0][name], its, name)
+        for mine, its in zip(balanced[1], other[1]):
+            for name in its:
+                assert (mine[name] - its[name]).abs().max() <= 2**-5 * its[name].abs().max().clamp_min(1e-3)
+
+
+def frozen(world, device, balance=BALANCE):
+    moe = make(world, device, balance=balance, rank_invariant=True)
+    moe.requires_grad_(False)
+    first, second = forward(moe, 0), forward(moe, 1, (4, 5))
+    seen = [backward(*first), backward(*second)]
+    with torch.no_grad():
+        seen.append({"y": moe(*batch(moe, 2)).clone()})
+    gradients(moe)
+    moe.finalize()
+    return seen
+
+
+def test_balance_with_frozen_experts_and_without_gradients(ranks):
+    for balanced, other in pairs(ranks, frozen):
+        for mine, its in zip(balanced, other):
+            for name in its:
+                same_bits(mine[name], its[name], name)
+
+
+def accumulating(world, device, balance=BALANCE, dtype=torch.float32):
+    """main_grad of some steps, which autograd's gradients must be close to."""
+    moe = make(world, device, balance=balance, rank_invariant=True, fuse_wgrad_accumulation=True)
+    weights = moe.gate_up_proj, moe.down_proj
+    for p in weights:
+        p.main_grad = torch.zeros_like(p, dtype=dtype)
+    backward(*forward(moe, 0)), backward(*forward(moe, 1, (6, 7)))
+    own = [i for i, e in enumerate(moe._held) if e >= 0]
+    found = [p.main_grad[own].clone() for p in weights] + [moe.down_proj_bias.grad[own].clone()]
+    moe.layer.synchronize()
+    empty = all(p.grad is None and not p.main_grad[[i for i in range(len(p)) if i not in own]].any()
+                for p in weights)
+    moe.finalize()
+    return found, empty
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_main_grad_of_helped_experts(ranks, dtype):
+    """In float32 the sums of ranks differ by the order only: nothing is rounded to 16 bits."""
+    for balanced, other in pairs(ranks, accumulating, dtype=dtype):
+        for i, (mine, its) in enumerate(zip(balanced[0], other[0])):
+            bound = 1e-5 if dtype == torch.float32 and i < 2 else 2**-6
+            assert (mine - its).abs().max() <= bound * its.abs().max() and its.any()
+        assert balanced[1]
+
+
+def learn(world, device, balance=BALANCE):
+    """The losses of some steps of Adam, and what a checkpoint holds then."""
+    moe = make(world, device, balance=balance, dtype=torch.bfloat16, rank_invariant=True)
+    optimizer, losses = torch.optim.AdamW(moe.parameters(), lr=3e-3, weight_decay=0.1), []
+    for step in range(8):
+        x, idx, weights = batch(moe, step % 2, (step % 3, 1))
+        loss = (moe(x, idx, weights).float() - 1).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = moe.state_dict()
+    plain = make(world, device, balance=None, rank_invariant=True)
+    plain.load_state_dict(state)
+    x, idx, weights = batch(moe, 9)
+    with torch.no_grad():
+        same = torch.equal(plain(x, idx, weights), moe(x, idx, weights))
+    shapes = {name: t.numel() for name, t in state.items()}
+    moe.finalize()
+    plain.finalize()
+    return losses, shapes, same
+
+
+def test_training_and_checkpoints(ranks):
+    for balanced, other in pairs(ranks, learn):
+        assert balanced[0] == pytest.approx(other[0], rel=0.02) and balanced[0][-2] < balanced[0][0]
+        assert balanced[1] == other[1]
+        assert balanced[2]
+
+
+def oracle(world, device):
+    """Gradients of experts, tokens and weights against float64."""
+    moe = make(world, device, num_experts=6, bias=False, rank_invariant=True)
+    y, x, weights = forward(moe, 0)
+    got = backward(y, x, weights)
+    helps, grads = moe.last_layout.helps, gradients(moe)
+    moe.finalize()
+    return got, grads, helps
+
+
+def test_gradients_against_float64(ranks):
+    found = ranks(oracle)
+    world = epmoe.thread_worlds(1)[0]
+    whole = make(world, "cpu", num_experts=6, balance=None, bias=False)
+    def batch_of(rank):
+        whole.layer.rank = rank  # only for batch()
+        return batch(whole)
+
+    up, down = (p.detach().double().requires_grad_() for p in (whole.gate_up_proj, whole.down_proj))
+    batches = [batch_of(rank) for rank in range(len(found))]
+    whole.finalize()
+    for rank, (got, _, _) in enumerate(found):
+        x, idx, weights = batches[rank]
+        x, weights = x.double().requires_grad_(), weights.double().requires_grad_()
+        y = torch.zeros_like(x)
+        for e in range(6):
+            gate, u = (x @ up[e].T).chunk(2, -1)
+            share = (weights * (idx == e)).sum(1, keepdim=True)
+            y = y + share * ((torch.nn.functional.silu(gate) * u) @ down[e].T)
+        backward(y, x, weights)
+        for name, want in (("y", y), ("x", x.grad), ("weights", weights.grad)):
+            assert (got[name].double().cpu() - want).abs().max() <= 0.02 * want.abs().max(), name
+    local = -(-6 // ranks.size())
+    for rank, (_, grads, _) in enumerate(found):
+        for name, want in (("gate_up_proj", up.grad), ("down_proj", down.grad)):
+            mine = want[rank * local:rank * local + len(grads[name])]
+            assert not len(mine) or (grads[name].double().cpu() - mine).abs().max() <= 0.02 * want.abs().max(), name
+
+
+def counted(world, device):
+    moe = make(world, device)
+    moe.record_stats()
+    with torch.no_grad():
+        for step in range(2):
+            moe(*batch(moe, step))
+    helps = moe.last_layout.helps
+    found = moe.stats()
+    want = torch.zeros(8, dtype=torch.int64)
+    for step in range(2):
+        idx = batch(moe, step)[1].cpu().flatten()
+        want += torch.bincount(idx[idx >= 0], minlength=8)
+    moe.finalize()
+    return found.tokens_per_expert.tolist(), want, helps, str(found)
+
+
+def test_statistics_count_where_experts_are(ranks):
+    found = ranks(counted)
+    want = sum(w for _, w, _, _ in found).tolist()
+    for got, _, helps, text in found:
+        assert got == want and bool(helps) == (ranks.size() > 1) and "is the fullest" in text
+
+
+# ---- mistakes ----
+
+
+def raises_together(world, device):
+    """A wrong index, a rank that fails while it helps, and one that fails in its backward; then it works."""
+    moe = make(world, device, rank_invariant=True)
+    x, idx, weights = batch(moe)
+    bad = idx.clone()
+    if world.rank == 0:
+        bad[1, 1] = 99
+    errors = [outcome(lambda: moe(x, bad, weights))]
+    world.exchange(b"1")
+    last = world.size - 1
+
+    def broken(*_):
+        raise MemoryError("no room")
+
+    for name in ("_send", "_receive"):
+        if world.rank == last:
+            setattr(moe._balancer, name, broken)
+        errors.append(outcome(lambda: moe(x, idx, weights)))
+        if world.rank == last:
+            delattr(moe._balancer, name)
+        world.exchange(b"2")
+    one, two = forward(moe, 0), forward(moe, 1, (6, 7))
+    if world.rank == last:
+        moe._balancer._send = broken
+    errors.append(outcome(lambda: one[0].sum().backward()))
+    if world.rank == last:
+        del moe._balancer._send
+    world.exchange(b"3")
+    works = backward(*two)
+    moe.zero_grad()
+    fresh = backward(*forward(moe, 0))
+    moe.finalize()
+    other = make(world, device, balance=None, rank_invariant=True)
+    want, want_two = backward(*forward(other, 0)), backward(*forward(other, 1, (6, 7)))
+    other.finalize()
+    return errors, [(fresh, want), (works, want_two)]
+
+
+def test_errors_reach_all_ranks_and_nothing_is_lost(ranks):
+    for rank, (errors, pairs) in enumerate(ranks(raises_together)):
+        assert errors[0].kind == "EpIndexError" and "token 1, choice 1" in errors[0].text
+        if ranks.size() > 1:
+            kind = "MemoryError" if rank == ranks.size() - 1 else "PeerError"
+            assert [e.kind for e in errors[1:]] == [kind] * 3, list(map(str, errors))
+        for got, want in pairs:
+            for name in want:
+                same_bits(got[name], want[name], name)
+
+
+def wrong(world, device, kind, options):
+    error = outcome(lambda: make(world, device, **options))
+    moe = make(world, device)
+    moe.finalize()
+    return error
+
+
+@pytest.mark.parametrize("options, kind, text", [
+    ({"balance": 2}, TypeError, "wanted an epmoe.Balance"),
+    ({"dtype": torch.float32}, ValueError, "wanted weights in bfloat16 or float16, got torch.float32"),
+    ({"capacity": 400}, ValueError, "balance with capacity: not possible"),
+    ({"num_physical": 16}, ValueError, "balance with num_physical"),
+    ({"delay_wgrad_compute": True}, ValueError, "balance with delay_wgrad_compute"),
+    ({"num_buffers": 2}, ValueError, "balance with num_buffers"),
+    ({"token_saving": False}, ValueError, "balance with token_saving=False"),
+], ids=lambda o: next(iter(o)) if isinstance(o, dict) else "")
+def test_wrong_options(ranks, options, kind, text):
+    for error in ranks(wrong, kind, options):
+        assert error.kind == kind.__name__ and text in error.text
+
+
+def other_mistakes(world, device):
+    moe = make(world, device)
+    errors = [outcome(lambda: moe.set_expert_map(None)),
+              outcome(lambda: epmoe.EPMoE(HIDDEN, 16, 8, K, world, layer=moe.layer, device=device,
+                                           balance=epmoe.Balance(slots=3))),
+              outcome(lambda: epmoe.EPMoE(HIDDEN, 64, 8, K, world, layer=moe.layer, device=device,
+                                           balance=BALANCE))]
+    moe.finalize()
+    errors.append(outcome(lambda: epmoe.EPMoE(128, 128, 8, K, world, weight_dtype=torch.float8_e4m3fn,
+                                              balance="auto", device=device)))
+    errors.append(outcome(lambda: make(world, device, balance=epmoe.Balance(1 + world.rank % 2, 4))))
+    return errors
+
+
+def test_other_mistakes(ranks):
+    for errors in ranks(other_mistakes):
+        assert errors[0].kind == "RuntimeError" and "each call chooses" in errors[0].text
+        assert errors[1].kind == "ValueError"
+        assert errors[2].kind == "ValueError" and "experts are larger" in errors[2].text
+        assert errors[3].kind == "ValueError" and "got FP8" in errors[3].text
+        if ranks.size() > 1:
+            assert errors[4].kind == "EpMismatch"
+
+
+@pytest.mark.parametrize("wrong, kind", [
+    (lambda: epmoe.Balance(0), ValueError), (lambda: epmoe.Balance(2, 0), ValueError),
+    (lambda: epmoe.Balance([2]), TypeError)])
+def test_wrong_balance(wrong, kind):
+    with pytest.raises(kind, match="slots|min_rows"):
+        wrong()
+
+
+def promised(world, device):
+    found = []
+    for options in ({"rank_invariant": True}, {}):
+        moe = make(world, device, **options)
+        found.append(epmoe.numerics(moe).reasons)
+        moe.finalize()
+    return found
+
+
+def test_numerics_of_balance(ranks):
+    for invariant, local in ranks(promised):
+        assert list(invariant) == ["rank_invariant"] and "gradients of parameters" in str(invariant)
+        assert "choose the ranks that help" in local["batch_invariant"]
+
+
+def test_default_of_min_rows():
+    assert epmoe.Balance() == epmoe.Balance(2, None) and set(balancing._MIN_ROWS) == {"cuda", "cpu"}
+
+
+@pytest.mark.cpu_only
+def test_balance_between_processes(ranks):
+    """Weights and gradients travel through memory that processes share."""
+    for balanced, other in zip(ranks.isolated(train, BALANCE, 2, world_size=3),
+                               ranks.isolated(train, None, 2, world_size=3)):
+        assert all(balanced[1]) and not any(other[1])
+        for name, its in other[2].items():
+            assert (balanced[2][name].float() - its.float()).abs().max() <= 2**-6 * its.float().abs().max()
