@@ -319,6 +319,9 @@ int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, voi
  * expert, with padding. */
 int ep_layer_expert_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
                          int32_t *expert_rows, uint32_t *num_experts);
+/* How long this rank has waited for each rank [W] to enter operations of the layer since its creation, in
+ * nanoseconds. The host waits for nothing. ns: room for EP_MAX_RANKS. */
+int ep_layer_waited(EpLayer *layer, uint64_t *ns, uint32_t *num_ranks);
 /* What the latest ep_layer_experts of a buffer has found: which helper slots compute rows of which experts,
  * and how many. Empty, if it has balanced nothing. */
 int ep_layer_helps(EpLayer *layer, uint32_t buffer, EpHelps *helps);

@@ -172,6 +172,7 @@ class _Plan(NamedTuple):
     indices: Tensor
     scatter: Tensor | None
     plan: Tensor
+    balance_key: int
 
 class _Dispatch(NamedTuple):
     x: Tensor
@@ -291,6 +292,7 @@ class _Experts(NamedTuple):
     requires_grad: int
     helper_slots: int
     min_helped_rows: int
+    balance_key: int
     is_planned: int
     awaits_rows: int
 
@@ -374,6 +376,7 @@ def layer_experts_up(layer: _Layer, buffer: int, arguments: _ExpertsUp | _Tuple,
 def layer_ll_experts(layer: _Layer, buffer: int, arguments: _LlExperts | _Tuple, /) -> _Ran: ...
 def layer_num_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> int: ...
 def layer_expert_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> list[int]: ...
+def layer_waited(layer: _Layer, /) -> list[int]: ...
 def layer_helps(layer: _Layer, buffer: int, /) -> list[tuple[int, int, int]]: ...
 def layer_move_choices(layer: _Layer, buffer: int, plan: Tensor, indices: Tensor, /) -> None: ...
 def find_helps(config: _Config, helper_slots: int, min_rows: int, choices: list[int],

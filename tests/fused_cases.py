@@ -105,7 +105,7 @@ class LatePlan:
             return super()._plan(exp_indices, scatter, buffer)
         plan = self._empty(self._plan_words(len(exp_indices)), dtype=torch.int32)
         try:
-            epmoe._C.layer_plan(self._c, buffer, (exp_indices, scatter, plan))
+            epmoe._C.layer_plan(self._c, buffer, (exp_indices, scatter, plan, 0))
         except epmoe.EpError as error:
             self._late_error = error
         return plan

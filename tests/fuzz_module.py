@@ -75,7 +75,7 @@ def make_setting(torch, _C):
     _C.layer_ll_dispatch(fast, 0, (good["fast_x"], good["idx"], good["weight"], good["handle"],
                                    good["compact"], None, good["counts"], good["tag"],
                                    good["compact_tag"], 0, 0, 3))
-    _C.layer_plan(layer, 0, (good["idx"], None, good["plan"]))
+    _C.layer_plan(layer, 0, (good["idx"], None, good["plan"], 0))
     _C.layer_dispatch(layer, 0, (good["x"], None, None, good["plan"], good["rows"], None, None, good["recv"],
                                  good["tag"], good["row_tag"], False, False))
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
@@ -197,8 +197,9 @@ SIGNATURES = {
     "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L",
     "layer_has_many_rows": "config", "layer_decodes": "config", "layer_unread_rows": "config",
     "layer_fuses": "config flag n n n flag flag flag",
-    "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan",
+    "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
+    "layer_waited": "L", "layer_helps": "L small", "layer_move_choices": "L small plan idx",
     "layer_dispatch": "L small | x no weight? plan rows no row_weight? recv tag? row_tag? small small"
                       " or L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight? recv"
                       " no no zero small",

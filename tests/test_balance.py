@@ -1,5 +1,6 @@
 """EPMoE(balance=...): ranks with few rows help the others, and the results are those without help."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -8,9 +9,10 @@ import random
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import epmoe
-from balance_cases import BALANCE, HIDDEN, K, backward, batch, fill, forward, gradients, make, train
+from balance_cases import BALANCE, HIDDEN, K, NAMES, backward, batch, fill, forward, gradients, make, train
 from cases import same_bits
 from outcomes import outcome
 from epmoe import _C
@@ -178,6 +180,109 @@ def test_modules_share_the_staging(ranks):
                 assert (mine[name] - its[name]).abs().max() <= 2**-5 * its[name].abs().max().clamp_min(1e-3)
 
 
+def misaligned(moe):
+    """Weights at addresses that no kernel takes: the products read copies."""
+    for p in moe.gate_up_proj, moe.down_proj:
+        flat = torch.zeros(p.numel() + 1, dtype=p.dtype, device=p.device)
+        p.data = flat[1:].view(p.shape).copy_(p.data)
+
+
+def biased(moe):
+    """A bias in float32: the products read it in 16 bits."""
+    for p in moe.gate_up_proj_bias, moe.down_proj_bias:
+        p.data = p.data.float()
+
+
+def other_weights(world, device, change, balance=BALANCE):
+    moe = make(world, device, balance=balance, rank_invariant=True)
+    change(moe)
+    step, grads = backward(*forward(moe, 0)), gradients(moe)
+    helps = moe.last_layout.helps
+    moe.layer.synchronize()
+    moe.finalize()
+    return step, grads, helps
+
+
+@pytest.mark.parametrize("change", (misaligned, biased))
+def test_slots_are_those_that_the_products_read(ranks, change):
+    for (step, grads, helps), (want, want_grads, _) in pairs(ranks, other_weights, change=change):
+        assert bool(helps) == (ranks.size() > 1)
+        for name in want:
+            same_bits(step[name], want[name], name)
+        for name, its in want_grads.items():
+            assert (grads[name].float() - its.float()).abs().max() <= 2**-6 * its.float().abs().max(), name
+
+
+def changed_slots(world, device, balance=BALANCE):
+    """Between a forward and its backward a second module writes the slots, and .data is exchanged."""
+    one, two = (make(world, device, balance=balance, rank_invariant=True) for _ in range(2))
+    saved = {name: getattr(one, name).data.clone() for name in NAMES}
+    for name in NAMES:
+        setattr(two, name, getattr(one, name))
+    first, second = forward(one, 0), forward(one, 1, (4, 6))
+    with torch.no_grad():
+        two(*batch(two, 2, (2, 3)))
+    seen = [backward(*first)]
+    for name in NAMES:
+        getattr(one, name).data = saved[name]
+    seen.append(backward(*second))
+    one.layer.synchronize()
+    one.finalize()
+    two.finalize()
+    return seen
+
+
+def test_what_writes_the_slots_between_forward_and_backward(ranks):
+    for balanced, other in pairs(ranks, changed_slots):
+        for mine, its in zip(balanced, other):
+            for name in its:
+                same_bits(mine[name], its[name], name)
+
+
+def unlike(world, device, difference, balance=BALANCE):
+    """One rank cannot help, or wants gradients of other weights."""
+    moe = make(world, device, balance=balance, rank_invariant=True)
+    is_last = world.rank == world.size - 1
+    context = contextlib.nullcontext()
+    if is_last and difference == "mode":
+        context = FlopCounterMode(display=False)
+    if is_last and difference == "frozen":
+        moe.down_proj.requires_grad_(False)
+    with context:
+        step = backward(*forward(moe, 0))
+    helps, grads = moe.last_layout.helps, gradients(moe)
+    moe.layer.synchronize()
+    moe.finalize()
+    return step, grads, helps
+
+
+@pytest.mark.parametrize("difference", ("mode", "frozen"))
+def test_nobody_helps_where_one_rank_cannot(ranks, difference):
+    for (step, grads, helps), (want, want_grads, _) in pairs(ranks, unlike, difference=difference):
+        assert not helps or ranks.size() == 1
+        for mine, its in ((step, want), (grads, want_grads)):
+            for name in its:
+                same_bits(mine[name], its[name], name)
+
+
+def partly(world, device, balance=BALANCE):
+    """One rank asks for the gradient of x alone. The others get all of theirs."""
+    moe = make(world, device, balance=balance, rank_invariant=True)
+    y, x, _ = forward(moe, 0)
+    leaves = [getattr(moe, name) for name in NAMES] if world.rank else []
+    found = torch.autograd.grad(y.float().pow(2).sum(), [x, *leaves])
+    own = [i for i, e in enumerate(moe._held) if e >= 0]
+    moe.layer.synchronize()
+    moe.finalize()
+    return [found[0], *(g[own] for g in found[1:])]
+
+
+def test_backwards_that_need_other_gradients(ranks):
+    for balanced, other in pairs(ranks, partly):
+        for mine, its in zip(balanced, other, strict=True):
+            assert (mine.float() - its.float()).abs().max() <= 2**-6 * its.float().abs().max()
+
+
 def frozen(world, device, balance=BALANCE):
     moe = make(world, device, balance=balance, rank_invariant=True)
     moe.requires_grad_(False)
@@ -267,6 +372,7 @@ def test_gradients_against_float64(ranks):
     found = ranks(oracle)
     world = epmoe.thread_worlds(1)[0]
     whole = make(world, "cpu", num_experts=6, balance=None, bias=False)
+
     def batch_of(rank):
         whole.layer.rank = rank  # only for batch()
         return batch(whole)
@@ -289,7 +395,8 @@ def test_gradients_against_float64(ranks):
     for rank, (_, grads, _) in enumerate(found):
         for name, want in (("gate_up_proj", up.grad), ("down_proj", down.grad)):
             mine = want[rank * local:rank * local + len(grads[name])]
-            assert not len(mine) or (grads[name].double().cpu() - mine).abs().max() <= 0.02 * want.abs().max(), name
+            wrong = (grads[name].double().cpu() - mine).abs()
+            assert not len(mine) or wrong.max() <= 0.02 * want.abs().max(), name
 
 
 def counted(world, device):
@@ -362,6 +469,54 @@ def test_errors_reach_all_ranks_and_nothing_is_lost(ranks):
         if ranks.size() > 1:
             kind = "MemoryError" if rank == ranks.size() - 1 else "PeerError"
             assert [e.kind for e in errors[1:]] == [kind] * 3, list(map(str, errors))
+        for got, want in pairs:
+            for name in want:
+                same_bits(got[name], want[name], name)
+
+
+def fails_late(world, device, how):
+    """One rank fails in a backward: it loses the weights, its own have changed, or main_grad is missing."""
+    fuses = how == "main_grad"
+    moe = make(world, device, rank_invariant=True, fuse_wgrad_accumulation=fuses)
+    for p in (moe.gate_up_proj, moe.down_proj) if fuses else ():
+        p.main_grad = torch.zeros_like(p)
+    one, is_last = forward(moe, 0), world.rank == world.size - 1
+    if is_last and how == "changed":
+        with torch.no_grad():
+            moe.down_proj.add_(0)
+    two = forward(moe, 1, (6, 7))
+
+    def broken(*_):
+        raise MemoryError("no room")
+
+    if is_last and how == "main_grad":
+        moe.gate_up_proj.main_grad = None
+    if is_last and how == "lost":
+        moe._balancer._receive = broken
+    errors = [outcome(lambda: one[0].sum().backward(retain_graph=True))]
+    if is_last and how == "main_grad":
+        moe.gate_up_proj.main_grad = torch.zeros_like(moe.gate_up_proj)
+    if is_last and how == "lost":
+        del moe._balancer._receive
+    world.exchange(b"1")
+    seen = [backward(*two, 1)]
+    if how != "changed":
+        one[1].grad = one[2].grad = None
+        seen.insert(0, backward(*one))
+    moe.layer.synchronize()
+    moe.finalize()
+    other = make(world, device, balance=None, rank_invariant=True)
+    want = [backward(*forward(other, 0), 0), backward(*forward(other, 1, (6, 7)), 1)][-len(seen):]
+    other.finalize()
+    return errors, zip(seen, want)
+
+
+@pytest.mark.parametrize("how, kind", [("lost", "MemoryError"), ("changed", "RuntimeError"),
+                                       ("main_grad", "RuntimeError")])
+def test_a_backward_that_fails_on_one_rank(ranks, how, kind):
+    results = ranks(functools.partial(fails_late, how=how), at_least=2)
+    for rank, (errors, pairs) in enumerate(results):
+        assert errors[0].kind == (kind if rank == len(results) - 1 else "PeerError"), errors[0]
         for got, want in pairs:
             for name in want:
                 same_bits(got[name], want[name], name)

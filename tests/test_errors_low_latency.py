@@ -462,7 +462,7 @@ def test_errors_low_latency_operations_are_its_own(ranks):
     def run(world, device):
         a2a = make(world, device, SHAPE)
         plan = torch.zeros(1000, dtype=torch.int32, device=device)
-        got = outcome(lambda: epmoe._C.layer_plan(a2a._c, 0, (plan, None, plan)))
+        got = outcome(lambda: epmoe._C.layer_plan(a2a._c, 0, (plan, None, plan, 0)))
         result = run_call(a2a, SHAPE, GOOD)
         a2a.finalize()
         return got, result

@@ -1,6 +1,7 @@
 """EPMoE.record_stats and stats: the rows of experts and ranks, against the choices of all ranks."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -305,25 +306,60 @@ def test_moe_statistics_balance_the_experts(ranks, size):
         assert (second.tokens_per_physical[held < 0] == 0).all() and (torch.bincount(held) > 1).any()
 
 
+@pytest.mark.parametrize("size", (2, 3))
+def test_moe_statistics_name_the_rank_that_is_late(ranks, size):
+    """One rank sleeps before its calls. The others have waited for it, and a reset forgets that."""
+    def run(world, device):
+        moe = make(world, device, 2 * world.size)
+        late = world.size - 1
+        call(moe, 0)
+        moe.record_stats()
+        found = []
+        for seconds in (0.1, 0.4, 1.6, 6.4):  # longer where the machine is busy, so that all are late
+            moe.stats(reset=True)
+            if world.rank == late:
+                time.sleep(seconds)
+            call(moe, 1).sum().backward()
+            found.append(moe.stats())
+            if float(found[-1].waited_s[:late, late].min()) > seconds / 2:
+                break
+        call(moe, 2)
+        before = moe.stats(reset=True).waited_s
+        after = moe.stats().waited_s
+        moe.finalize()
+        return seconds, found[-1], before, after
+
+    for seconds, found, before, after in ranks(run, world_size=size, at_least=2):
+        size = len(found.rows_per_rank)
+        assert found.slowest_rank == size - 1 and found.waited_s.shape == (size, size)
+        assert (found.waited_s[:-1, -1] > seconds / 2).all() and (found.waited_s >= 0).all()
+        assert not found.waited_s.diagonal().any()
+        assert f"the others waited longest for rank {size - 1}: " in str(found)
+        assert (before >= found.waited_s).all() and not after.any()
+
+
 def stats_of(per_physical, num_ranks, held=None):
     physical = torch.tensor(per_physical)
     held = torch.arange(len(physical)) if held is None else torch.tensor(held)
     experts = torch.zeros(int(held.max()) + 1, dtype=torch.int64)
     experts.index_add_(0, held.clamp_min(0), physical * (held >= 0))
-    return ExpertStats(experts, physical, physical.view(num_ranks, -1).sum(1), held)
+    return ExpertStats(experts, physical, physical.view(num_ranks, -1).sum(1), held,
+                       torch.zeros(num_ranks, num_ranks, dtype=torch.float64))
 
 
 def test_moe_statistics_are_a_table():
     found = stats_of([10, 20, 300, 70, 0, 0, 100, 300], 4, [0, 1, 2, 3, -1, 4, 5, 2])
+    found.waited_s[0, 2], found.waited_s[3, 2], found.waited_s[2, 1] = 1.5, 1, 0.25
     assert found.fullest_rank == 3 and found.skew == 2.0 and found.rows_per_rank.tolist() == [30, 370, 0, 400]
     lines = str(found).split("\n")
-    assert lines[:2] == ["800 rows of 6 experts on 4 ranks", "rank 3 is the fullest: 2.00 times the mean"]
-    rows = [line.split() for line in lines[4:8]]
-    assert [(int(r[0]), int(r[1]), float(r[2])) for r in rows] == [(0, 30, 0.15), (1, 370, 1.85), (2, 0, 0),
-                                                                   (3, 400, 2)]
-    assert [len(r[3]) if len(r) > 3 else 0 for r in rows] == [3, 37, 0, 40]
-    assert lines[10].split() == ["2", "600", "75.0%", "1,", "3"]
-    assert lines[11].split() == ["5", "100", "12.5%", "3"] and len(lines) == 15
+    assert lines[:3] == ["800 rows of 6 experts on 4 ranks", "rank 3 is the fullest: 2.00 times the mean",
+                         "the others waited longest for rank 2: 2.5 s altogether"]
+    rows = [line.split() for line in lines[5:9]]
+    assert [tuple(map(float, r[:4])) for r in rows] == [(0, 30, 0.15, 0), (1, 370, 1.85, 0.25),
+                                                        (2, 0, 0, 2.5), (3, 400, 2, 0)]
+    assert [len(r[4]) if len(r) > 4 else 0 for r in rows] == [2, 28, 0, 30]
+    assert lines[11].split() == ["2", "600", "75.0%", "1,", "3"]
+    assert lines[12].split() == ["5", "100", "12.5%", "3"] and len(lines) == 16
 
 
 @pytest.mark.parametrize("num_ranks", (1, 4, 64))
@@ -331,6 +367,7 @@ def test_moe_statistics_fit_a_terminal(num_ranks):
     """80 columns, in ASCII, also with many ranks, large numbers, and an expert on all ranks."""
     per_rank = 4
     found = stats_of([10**11 + p for p in range(num_ranks * per_rank)], num_ranks, [0, 1, 2, 3] * num_ranks)
+    found.waited_s.fill_(12345.678)
     assert max(map(len, str(found).split("\n"))) <= 80 and str(found).isascii()
     empty = str(stats_of([0] * num_ranks, num_ranks))
     assert empty == f"no rows for {num_ranks} experts on {num_ranks} ranks"

@@ -290,7 +290,7 @@ def learns_later(layer):
     def plan(exp_indices, scatter, buffer):
         words = torch.empty(team._plan_words(len(exp_indices)), dtype=torch.int32)
         try:
-            epmoe._C.layer_plan(team._c, buffer, (exp_indices, scatter, words))
+            epmoe._C.layer_plan(team._c, buffer, (exp_indices, scatter, words, 0))
         except (epmoe.EpIndexError, epmoe.EpOverflow) as error:
             errors.append(error)
         return words

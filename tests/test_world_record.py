@@ -325,6 +325,32 @@ def test_world_record_names_late_rank_despite_different_counts(ranks):
         assert page.startswith("culprit: rank 2 did not reach operation "), page
 
 
+def test_world_record_says_for_whom_a_rank_has_waited(ranks):
+    def waits(world):
+        line = f"\nin earlier operations rank {world.rank} waited for"
+        rest = (world.flight_record() + line).split(line)[1].split("\n")[0]
+        return [float(x) for x in re.findall(r" rank \d: ([0-9.]+) s", rest)]
+
+    def body(world, device):
+        heap = epmoe.SymmetricHeap(world, 1 << 16, device)
+        found = [waits(world)]
+        for seconds in (0.1, 0.4, 1.6, 6.4):  # longer where the machine is busy, so that all ranks are late
+            if world.rank == 2:
+                time.sleep(seconds)
+            heap.barrier()
+            found.append(waits(world))
+            if any(world.exchange(bytes([world.rank < 2 and found[-1][1] > seconds / 2]))[:2]):
+                break
+        heap.close()
+        return found, seconds
+
+    results = ranks(body, world_size=3)
+    for found, _ in results:
+        assert found[0] == [] and all(len(w) == 2 for w in found[1:])
+        assert all(a <= b for w, later in zip(found[1:], found[2:]) for a, b in zip(w, later))
+    assert any(found[-1][1] > seconds / 2 for found, seconds in results[:2])
+
+
 def test_world_record_of_working_world(ranks):
     def body(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 16, device)

@@ -18,7 +18,8 @@ void ep_cpu_enter(const EpComm *c, uint32_t op) {
     } else {
         EpHeader h = ep_make_header(c, op, NULL, NULL, 0, 0);
         ep_enter(c, &h, epoch);
-        ep_enter_await(c, op, epoch);
+        EpWaits waits;
+        if (ep_enter_await(c, op, epoch, true, &waits)) ep_count_waits(c, &waits);
     }
     ep_leave(c, 1, epoch);
 }
@@ -169,7 +170,9 @@ void ep_cpu_dispatch(const EpDispatchParams *p, const EpScales *s, uint32_t work
         h.has_weight = p->has_weight;
         ep_enter(c, &h, epoch);
     }
-    ok = ok && ep_enter_await(c, op, epoch);
+    EpWaits waits;
+    ok = ok && ep_enter_await(c, op, epoch, worker == 0, &waits);
+    if (ok && worker == 0) ep_count_waits(c, &waits);
     num_tasks = ok ? ep_num_tasks(p->plan + EP_HEAD_NUM_SEND, W) : 0;
     while (ok && (n = ep_queue_pop(l->queue_send)) < num_tasks) {
         EpTask task = ep_task_at(n, c->my_rank, W);
@@ -333,7 +336,9 @@ void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_work
         h.has_scalar = p->has_scalar;
         ep_enter(c, &h, epoch);
     }
-    ok = ok && ep_enter_await(c, EP_OP_COMBINE, epoch);
+    EpWaits waits;
+    ok = ok && ep_enter_await(c, EP_OP_COMBINE, epoch, worker == 0, &waits);
+    if (ok && worker == 0) ep_count_waits(c, &waits);
     if (ok && c->shape.combine_mode == EP_COMBINE_GATHER) {
         stage_rows(p, epoch);
         for (uint32_t r = 0; r < c->shape.num_ranks; r++)

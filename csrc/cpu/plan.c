@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "cpu/ops.h"
+#include "protocol/balance.h"
 
 /* Count this rank's choices of each expert, and its distinct tokens for each rank, in `cells`. Record the
  * first wrong index. */
@@ -184,7 +185,9 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     uint64_t tokens_before = 0, num_tokens = 0;
     int32_t *counts = p->plan + p->layout.counts_off, *expert_row = p->plan + p->layout.expert_row_off;
     const int32_t *scatter = p->scatter_indices;
-    if (!ep_enter_await(c, EP_OP_PLAN, epoch)) return EP_EPEER;
+    EpWaits waits;
+    if (!ep_enter_await(c, EP_OP_PLAN, epoch, true, &waits)) return EP_EPEER;
+    ep_count_waits(c, &waits);
     for (uint32_t w = 0; w < s->num_ranks; w++) {
         num_tokens += ep_header(c, c->my_rank, w, epoch)->num_tokens;
         if (w < c->my_rank) tokens_before = num_tokens;
@@ -239,6 +242,7 @@ static void publish_to_host(const EpPlanParams *p, int32_t code, uint64_t epoch)
     p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
     p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
     r->num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS];
+    if (p->host_counts && !code) p->comm.host->balance_key = ep_agreed_balance_key(&p->comm, epoch);
     for (uint32_t e = 0; p->host_counts && !code && e < p->comm.shape.num_experts; e++)
         p->comm.host->expert_choices[e] =
             (int32_t)ep_expert_rows(&p->comm.shape, p->plan + p->layout.counts_off, e);
@@ -253,6 +257,7 @@ void ep_cpu_plan(const EpPlanParams *p) {
     uint64_t epoch = ep_begin(c);
     if (epoch) {
         EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, NULL, p->num_tokens, 0);
+        h.balance_key = p->balance_key;
         if (!(EP_FAULT(NO_EMPTY_ENTER) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
         uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + EP_WRONG_CELLS] = {0}, sorted_from[EP_MAX_EXPERTS];
         memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);

@@ -27,6 +27,7 @@ int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const E
     EP_TRY(ep_layer_rows_locked(l, buffer, plan, stream, num_rows));
     const EpComm *c = &l->buffers[buffer].comm;
     const uint32_t L = ep_num_local_experts(&c->shape), first = c->my_rank * L;
+    if (!c->host->balance_key) return 0;
     for (uint32_t e = 0; e < c->shape.num_experts; e++) choices[e] = c->host->expert_choices[e];
     ep_find_helps(&c->shape, b, choices, &helps);
     if (!helps.num) return 0;

@@ -192,7 +192,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     const Low low_up = LOW_OF(a, gate_up), low_down = LOW_OF(a, down);
     const bool is_fused = !has_low(low_up) && !has_low(low_down) &&
                           fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
-    const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan};
+    const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan, .balance_key = a->balance_key};
     const EpDispatchArgs dispatch = {.x = a->x,
                                      .weight = a->weight,
                                      .plan = a->plan,

@@ -75,6 +75,7 @@ int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpOp
     p->num_tokens = (uint32_t)indices->shape[0];
     p->plan = (int32_t *)a->plan->data;
     p->scatter_indices = scatter ? (const int32_t *)scatter->data : NULL;
+    p->balance_key = a->balance_key;
     p->num_scatter_tokens = scatter ? (uint32_t)scatter->shape[0] : 0;
     p->sort_slots = l->config.sort_slots != 0;
     p->padding = ep_layer_padding(l);

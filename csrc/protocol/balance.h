@@ -9,7 +9,7 @@
  * Invariant: the choices keep their order, and each belongs to exactly one physical expert. */
 #ifndef EP_BALANCE_H
 #define EP_BALANCE_H
-#include "protocol/shape.h"
+#include "protocol/flags.h"
 
 #define EP_MAX_HELPS 64u /* in one plan */
 
@@ -77,8 +77,19 @@ static inline void ep_find_helps(const EpShape *s, const EpBalance *b, int32_t *
         load[to] += num;
         const uint32_t slot = (to + 1) * L - b->num_slots + used[to]++;
         rows[slot] = (int32_t)num;
-        helps->help[helps->num++] = (EpHelp){largest, slot, (uint32_t)rows[largest], (uint32_t)num};
+        const EpHelp help = {largest, slot, (uint32_t)rows[largest], (uint32_t)num};
+        helps->help[helps->num++] = help;
     }
+}
+
+/* The balance_key of all ranks in a plan that all have entered, or 0 if it is not equal. A rank's key says
+ * which gradients of its weights it will send home. It is 0 where a rank cannot help, for example because a
+ * compiler or a profiler must see its operations. */
+EP_FN uint32_t ep_agreed_balance_key(const EpComm *c, uint64_t epoch) {
+    const uint32_t key = ep_header(c, c->my_rank, 0, epoch)->balance_key;
+    for (uint32_t r = 1; r < c->shape.num_ranks; r++)
+        if (ep_header(c, c->my_rank, r, epoch)->balance_key != key) return 0;
+    return key;
 }
 
 /* Move the choices of a plan to the slots that compute them. The row numbers of a choice are those at its

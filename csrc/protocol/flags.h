@@ -43,6 +43,8 @@
  * host->plan   | owner's | host    | st.release.sys  | acquire.sys == | the plan's result   | by next plan
  *  .ticket     | workers |         |                 |                |                     |
  * host->stuck  | owner   | host    | relaxed         | relaxed        | nothing else        | any time
+ * host->waited | owner   | host    | relaxed         | relaxed        | nothing else        | any time
+ *  _ns[w]      |         |         |                 |                |                     |
  *
  * Epochs number the operations of a buffer. They are 64-bit, live in device memory (EpLocal), grow by one
  * with each operation and are never reset. A rank is at most one operation ahead of a peer, because each
@@ -226,7 +228,7 @@ EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan,
     h.requires_grad = c->requires_grad;
     h.status = c->status;
     h.num_tokens = num_tokens;
-    h.pad = 0;
+    h.balance_key = 0;
     const bool is_void = recv && ep_recv_is_void(s, plan, recv);
     if (plan) h.plan_idx = (uint32_t)plan[EP_HEAD_PLAN_IDX];
     if (plan && !h.status) h.status = plan[EP_HEAD_STATUS];
@@ -257,19 +259,39 @@ EP_PURE uint32_t ep_header_diff(const EpHeader *a, const EpHeader *b) {
     return field;
 }
 
+/* How long each rank has let this one wait in one operation. A lane has the time of its own ranks. */
+typedef struct {
+    uint64_t ns[EP_LANE_ROOM(EP_MAX_RANKS)];
+} EpWaits;
+
 /* Wait for the headers of all ranks and compare them. Every worker calls it before it touches a peer's
  * memory. All lanes of all workers of all ranks get the same verdict, because they judge the same W headers.
+ * is_first: this is the worker that has entered for its rank; only then *waits becomes the time of each rank.
  * False: the operation is void. */
-EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
+EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch, bool is_first, EpWaits *waits) {
     const EpHeader *first = ep_header(c, c->my_rank, 0, epoch);
-    uint32_t stuck = 0, bad = c->shape.num_ranks;
+    const uint64_t begin = is_first ? ep_now_ns() : 0;
+    uint32_t stuck = 0, seen = 0, bad = c->shape.num_ranks;
+    EpBackoff backoff = {0, 0, 0};
     EpFaultRecord f = ep_fault_at(op, 0, EP_WORD_ENTER, epoch);
     ep_chaos(EP_CHAOS_ENTER_AWAIT);
-    EP_FOR_LANES(r, c->shape.num_ranks) {
-        f.peer = r;
-        if (!EP_FAULT(NO_ENTER_WAIT) &&
-            !ep_wait_u64(c, ep_enter_word(c, c->my_rank, r, epoch), EP_CMP_GE, epoch, &f))
-            stuck = 1;
+    for (bool is_late = !EP_FAULT(NO_ENTER_WAIT); is_late && !stuck;) {
+        uint64_t got = 0;
+        is_late = false;
+        EP_FOR_LANES(r, c->shape.num_ranks) {
+            if (seen >> r & 1u) continue;
+            const uint64_t entered =
+                ep_ld_acquire_sys_u64(ep_enter_word(c, c->my_rank, r, epoch)); /* the header is readable */
+            if (entered >= epoch) {
+                seen |= 1u << r;
+                if (is_first) waits->ns[EP_LANE_AT(r)] = ep_now_ns() - begin;
+            } else if (!is_late) {
+                is_late = true;
+                f.peer = r;
+                got = entered;
+            }
+        }
+        if (is_late && !ep_wait_on(c, &backoff, c->timeout_ns, &f, epoch, got)) stuck = 1;
     }
     ep_warp_sync();
     if (ep_warp_min_u32(stuck ? 0 : 1) == 0) return false;
@@ -297,6 +319,18 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
         ep_fault(c, &f);
     }
     return false;
+}
+
+/* Add the time of an operation that all ranks have entered to host->waited_ns. The worker that has entered
+ * for the rank calls it, all lanes. The sums are in device memory, because a GPU reads host memory slowly. */
+EP_FN void ep_count_waits(const EpComm *c, const EpWaits *waits) {
+    EP_FOR_LANES(r, c->shape.num_ranks) {
+        if (r == c->my_rank) continue;
+        uint64_t *sum = &ep_local(c)->waited_ns[r];
+        const uint64_t ns = ep_ld_relaxed_gpu_u64(sum) + waits->ns[EP_LANE_AT(r)];
+        ep_st_relaxed_gpu_u64(sum, ns);
+        ep_st_relaxed_sys_u64(&c->host->waited_ns[r], ns);
+    }
 }
 
 /* The ready word of a row block: how many of its rows are placed (dispatch) or how many pieces of its rows

@@ -57,8 +57,12 @@ typedef struct {
     uint64_t stuck;
     EpFaultRecord fault;
     EpPlanResult plan;
-    /* [E] choices of all ranks for each expert: a part of the result of a plan with host_counts. */
+    /* How long this rank has waited for each rank to enter an operation, in nanoseconds, altogether. */
+    uint64_t waited_ns[EP_MAX_RANKS];
+    /* Parts of the result of a plan with host_counts: [E] choices of all ranks for each expert; and the
+     * balance_key of all ranks, or 0 if it is not equal. */
     int32_t expert_choices[EP_MAX_EXPERTS];
+    uint32_t balance_key;
 } EpHostWords;
 
 #endif /* EP_HOST_H */

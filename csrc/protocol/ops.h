@@ -61,11 +61,12 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  *   AWAITS    U32; if not 0, the operation waits until its plan has the number of rows */
 
 /* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
- * [ep_layer_plan_words(T)]. */
+ * [ep_layer_plan_words(T)]. balance_key: 0, or how this rank can help others in the call that follows. */
 #define EP_ARGS_plan(X, S)  \
     X(S, TENSOR, indices)   \
     X(S, OPTIONAL, scatter) \
-    X(S, PLAN_OUT, plan)
+    X(S, PLAN_OUT, plan)    \
+    X(S, U32, balance_key)
 
 /* Inputs: x [T][H], weight f32 [T][K], plan. Outputs: rows [>= M][H], row_weight f32 [>= M], and for combine
  * recv i32 [W * max_tokens * (1 + K)], the records of slot.h. The kernel checks that the plan is for T tokens
@@ -212,9 +213,10 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * (awaits_rows), the caller calls again, with is_planned. The rest is as in dispatch_gemm and gemm_combine.
  * Scales and zeros are those of weights of 4 bits, as EpGemm has them; NULL in 16 bits.
  * helper_slots: 0, or in a layer with host_counts how many of the last experts of each rank are helper slots;
- * min_helped_rows: see EpBalance. After the plan the host waits for its counts. If ranks shall help others
- * (ep_layer_helps), nothing else is launched: the caller copies weights to the slots, makes a new plan of the
- * indices that ep_layer_move_choices gives, and calls again, with is_planned.
+ * min_helped_rows: see EpBalance. balance_key: not 0; ranks help each other only if all have the same. After
+ * the plan the host waits for its counts. If ranks shall help others (ep_layer_helps), nothing else is
+ * launched: the caller copies weights to the slots, makes a new plan of the indices that
+ * ep_layer_move_choices gives, and calls again, with is_planned.
  * LoRA: beside the product of some rows with a weight of 16 bits, low_in multiplies the same rows, low_rows
  * gets the result, and its product with low_out is added (EpLowRank). gate_up_low_in [L][R][H],
  * gate_up_low_out [L][N][R] and gate_up_low_rows [>= M][R], or none of them; down_low_in [L][R][I],
@@ -251,6 +253,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, U32, requires_grad)                 \
     X(S, U32, helper_slots)                  \
     X(S, U32, min_helped_rows)               \
+    X(S, U32, balance_key)                   \
     X(S, PLANNED, is_planned)                \
     X(S, AWAITS, awaits_rows)
 

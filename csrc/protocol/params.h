@@ -27,6 +27,7 @@ typedef struct {
     int32_t *plan;
     uint32_t num_tokens, index_bytes;
     uint32_t num_scatter_tokens;
+    uint32_t balance_key; /* see EpHeader */
     /* nonzero: at each rank, send slots are sorted by a token's first expert there, return slots by its
      * last */
     uint32_t sort_slots;

@@ -225,5 +225,8 @@ EP_FN void ep_chaos(uint32_t point) { (void)point; }
 #endif
 
 #define EP_FOR_LANES(i, n) for (uint32_t i = ep_lane(); i < (n); i += EP_LANES)
+/* A lane's array for its part of n <= 32 numbers, and where number i of EP_FOR_LANES is in it. */
+#define EP_LANE_ROOM(n) (EP_LANES == 1 ? (n) : 1)
+#define EP_LANE_AT(i) (EP_LANES == 1 ? (i) : 0)
 
 #endif /* EP_PORT_H */

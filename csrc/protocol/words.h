@@ -14,7 +14,7 @@
 
 /* The version of everything that ranks write to each other. They compare it when they meet, in every frame
  * of a socket and in every header. */
-#define EP_ABI_VERSION 0x6570000eu
+#define EP_ABI_VERSION 0x6570000fu
 #define EP_LINE 128u /* bytes; words with different writers are on different lines */
 
 /* The header that a rank writes to every peer when it enters an operation. The fields of the X list must
@@ -39,7 +39,8 @@ typedef struct {
 #undef X
     int32_t status;      /* 0, or the EpCode with which this rank has already failed */
     uint32_t num_tokens; /* T; may differ between ranks */
-    uint32_t pad;
+    /* of a plan: 0, or a number that is equal on ranks that can help each other; see balance.h */
+    uint32_t balance_key;
 } EpHeader;
 /* Indices of the fields that are compared; see ep_header_diff. */
 enum {
@@ -62,11 +63,12 @@ typedef struct {
     uint64_t num_left, num_copied, pad3[14];
     uint64_t grid_arrived, pad4[15];
     uint64_t queue_tiles, pad5[15];
+    uint64_t waited_ns[EP_MAX_RANKS], pad6[8]; /* as host->waited_ns */
 } EpLocal;
 
 EP_STATIC_ASSERT(sizeof(EpHeader) == 64, "a header is one line of 64 bytes");
 EP_STATIC_ASSERT(offsetof(EpHeader, status) == 4 * EP_NUM_HEADER_FIELDS,
                  "all fields of the list are compared");
-EP_STATIC_ASSERT(sizeof(EpLocal) == 6 * EP_LINE, "groups of local words are on lines of their own");
+EP_STATIC_ASSERT(sizeof(EpLocal) == 7 * EP_LINE, "groups of local words are on lines of their own");
 
 #endif /* EP_WORDS_H */

@@ -347,6 +347,24 @@ FAST(layer_expert_rows) {
     return list;
 }
 
+/* (layer): the nanoseconds for which this rank has waited for each rank */
+FAST(layer_waited) {
+    uint64_t ns[EP_MAX_RANKS];
+    uint32_t num;
+    int code;
+    WANT(1);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l) return NULL;
+    WITHOUT_LOCK(code = ep_layer_waited(l, ns, &num));
+    if (code) return ep_done(code);
+    PyObject *list = PyList_New(num);
+    for (uint32_t i = 0; list && i < num; i++) {
+        PyObject *n = PyLong_FromUnsignedLongLong(ns[i]);
+        if (!n || PyList_SetItem(list, i, n)) Py_CLEAR(list);
+    }
+    return list;
+}
+
 /* (layer, buffer): who helps in the latest layer_experts, a list of (expert, slot, number of rows) */
 FAST(layer_helps) {
     uint32_t buffer;
@@ -491,6 +509,7 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(ll_handle_words),
                                   METHOD(layer_num_rows),
                                   METHOD(layer_expert_rows),
+                                  METHOD(layer_waited),
                                   METHOD(layer_helps),
                                   METHOD(layer_move_choices),
                                   METHOD(find_helps),

@@ -379,6 +379,23 @@ static void put_buffers(Out *o, const EpRecord *r) {
     }
 }
 
+/* How long this rank has waited for each other rank, in all operations that all ranks have entered. */
+static void put_waits(Out *o, const EpRecord *r) {
+    uint64_t ns[EP_MAX_RANKS] = {0}, sum = 0;
+    for (uint32_t i = 0; i < r->num_buffers; i++)
+        for (uint32_t w = 0; r->buffers[i] && w < r->num_ranks; w++) {
+            const uint64_t of_rank = ep_ld_relaxed_sys_u64(&r->buffers[i]->comm.host->waited_ns[w]);
+            ns[w] += of_rank;
+            sum += of_rank;
+        }
+    if (!sum) return;
+    const char *separator = "";
+    put(o, "in earlier operations rank %u waited for", r->rank);
+    for (uint32_t w = 0; w < r->num_ranks; w++)
+        if (w != r->rank) put(o, "%s rank %u: %.3f s", separator, w, (double)ns[w] / 1e9), separator = ",";
+    put(o, "\n");
+}
+
 void ep_record_page(const EpRecord *r, char page[EP_PAGE_BYTES]) {
     Out o = {page, page + EP_PAGE_BYTES};
     time_t now = time(NULL);
@@ -390,5 +407,6 @@ void ep_record_page(const EpRecord *r, char page[EP_PAGE_BYTES]) {
     put(&o, "written: by rank %u of %u, process %d, %s\n", r->rank, r->num_ranks, (int)getpid(), when);
     put_ranks_table(&o, r);
     put_buffers(&o, r);
+    put_waits(&o, r);
     put_steps_table(&o, r);
 }

@@ -687,7 +687,7 @@ class EPAll2AllLayer(CollectiveLayer):
             plan = self._empty(self._plan_words(num_tokens), dtype=torch.int32)
         except Exception as error:
             self._propagate(_C.OP_PLAN, error, buffer)
-        _C.layer_plan(self._c, buffer, (exp_indices, scatter, plan))
+        _C.layer_plan(self._c, buffer, (exp_indices, scatter, plan, 0))
         return plan
 
     def _plan_words(self, num_tokens: int) -> int:

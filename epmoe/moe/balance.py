@@ -10,9 +10,13 @@ The last physical experts of each rank are helper slots.  They hold no expert of
    the weights from its staging into the rows of its parameters that are its slots.
 4. Dispatch, products and combine run as in any call.  They know nothing of helps.
 
-Backward: the slots must hold what they held in the forward.  If another forward has changed them since, the
-weights travel again (restore).  The gradients of the slots then go home: each helper copies them into its
-staging, and after a barrier the experts' ranks add them to their own, in the order of the slots.
+Backward: another forward, or the caller, may have changed the slots since, so the weights travel again
+(restore).  The gradients of the slots then go home: each helper copies them into its staging, and after a
+barrier the experts' ranks add them to their own, in the order of the slots.
+
+Ranks help each other only where all can.  One that must show its operations to a profiler or a compiler
+cannot, nor can one that will have gradients of other weights than the rest.  A number in the headers of the
+plan says so (balance_key).
 
 When may a rank write the staging of another?  After an operation that this one entered after its last access
 to it: each rank enters an operation in stream order.  So help() writes after the first plan, and restore()
@@ -106,15 +110,15 @@ class Staging:
     """Symmetric memory through which the weights and gradients of helper slots travel; see above.
 
     Attributes:
-        slots: Helper slots of a rank.
+        balance: Of the modules that share the layer.
         num_bytes: Of a slot.
     """
 
-    def __init__(self, world: World, device: torch.device, slots: int, num_bytes: int) -> None:
-        self.slots, self.num_bytes = slots, num_bytes
-        self._heap = SymmetricHeap(world, slots * num_bytes + _ALIGNMENT, device)
+    def __init__(self, world: World, device: torch.device, balance: Balance, num_bytes: int) -> None:
+        self.balance, self.num_bytes = balance, num_bytes
+        self._heap = SymmetricHeap(world, balance.slots * num_bytes + _ALIGNMENT, device)
         try:
-            self._memory = self._heap.malloc_symmetric((slots, num_bytes), torch.uint8, _ALIGNMENT)
+            self._memory = self._heap.malloc_symmetric((balance.slots, num_bytes), torch.uint8, _ALIGNMENT)
         except Exception:
             self._heap.close()
             raise
@@ -145,9 +149,9 @@ class Staging:
 
 def check_layer(balance: Balance | None, layer: EPAll2AllLayer) -> None:
     """Raise ValueError if a module with balance cannot share a layer."""
-    if balance is not None and (layer.staging is None or layer.staging.slots != balance.slots):
-        raise ValueError(f"{balance}: the module that created the shared layer has another: "
-                         f"give both the same")
+    its = None if layer.staging is None else layer.staging.balance
+    if balance is not None and balance != its:
+        raise ValueError(f"{balance}: the module that created the shared layer has {its}: give both the same")
 
 
 def check_staging(balance: Balance | None, layer: EPAll2AllLayer, weights: Weights, fuses: bool) -> None:
@@ -160,7 +164,7 @@ def check_staging(balance: Balance | None, layer: EPAll2AllLayer, weights: Weigh
 def make_staging(balance: Balance, layer: EPAll2AllLayer, weights: Weights, fuses: bool) -> None:
     """Give a layer the staging for modules with such weights.  Collective."""
     assert isinstance(layer.world, World)
-    layer.staging = Staging(layer.world, layer.device, balance.slots, bytes_of_expert(weights, fuses))
+    layer.staging = Staging(layer.world, layer.device, balance, bytes_of_expert(weights, fuses))
 
 
 def aligned(num_bytes: int) -> int:
@@ -178,13 +182,13 @@ class Helps:
     Attributes:
         list: [(physical expert, helper slot: a physical expert too, number of rows)], by slot, the same on
             all ranks.
-        generation: The Balancer's at the call.
+        wanted: Of which of the four Weights the backward has gradients; of none without a backward.
     """
 
-    __slots__ = ("list", "generation", "_slots")
+    __slots__ = ("list", "wanted", "_slots")
 
-    def __init__(self, helps: list[tuple[int, int, int]], generation: int, slots: int) -> None:
-        self.list, self.generation = sorted(helps, key=lambda help: help[1]), generation
+    def __init__(self, helps: list[tuple[int, int, int]], wanted: Sequence[bool], slots: int) -> None:
+        self.list, self.wanted = sorted(helps, key=lambda help: help[1]), wanted
         self._slots = slots
 
     def by_rank(self, local: int) -> list[tuple[int, int, int]]:
@@ -205,38 +209,44 @@ class Balancer:
         self._gradient_dtype = torch.float32 if fuses else None  # in the staging; main_grad may have it
         self.balance = balance
         self.min_rows = balance.min_rows or _MIN_ROWS[layer.device.type]
-        self._generation = 0  # how often the slots of the parameters were filled
 
-    def help(self, layer: EPAll2AllLayer, layout: EPLayout, weights: Weights) -> None:
+    def options(self, wanted: Sequence[bool]) -> tuple[int, int, int]:
+        """Return helper_slots, min_helped_rows and balance_key of a call; see csrc/protocol/ops.h.
+
+        wanted: see Helps.
+        """
+        bits = *wanted, self._gradient_dtype is not None
+        return self.balance.slots, self.min_rows, 1 + sum(bit << i for i, bit in enumerate(bits))
+
+    def help(self, layer: EPAll2AllLayer, layout: EPLayout, weights: Weights, wanted: Sequence[bool]) -> None:
         """After a plan: fill the helper slots, and make another plan with them, if ranks shall help others.
 
-        Collective; all ranks find the same.  layout: that of the plan; it gets the Helps.
+        Collective; all ranks find the same.  layout: that of the plan; it gets the Helps.  weights: those
+        that the products read.
         """
         helps = _C.layer_helps(layer._c, layout.buffer)
         if not helps:
             return
-        self._generation += 1
-        layout._helps = Helps(helps, self._generation, self.balance.slots)
+        layout._helps = Helps(helps, wanted, self.balance.slots)
         self._send(layer, layout._helps, weights)
         indices = layer._empty(layout.num_tokens, layer.topk, dtype=torch.int32)
         _C.layer_move_choices(layer._c, layout.buffer, layout.plan, indices)
-        _C.layer_plan(layer._c, layout.buffer, (indices, None, layout.plan))
+        _C.layer_plan(layer._c, layout.buffer, (indices, None, layout.plan, 0))
         with reporting(layer, _C.OP_DISPATCH, layout.buffer, layout.plan, True):
             self._receive(layer, layout._helps, weights)
 
     def restore(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
                 weights: Weights) -> None:
-        """Before a backward: let the slots hold what they held in its forward.  Collective."""
-        if helps.generation == self._generation:
-            return
-        self._generation += 1  # so the forward that filled them last restores them, too
+        """Before a backward: let the slots hold what they held in its forward.  Collective.
+
+        weights: those that the products read.
+        """
         with reporting(layer, _C.OP_BARRIER, buffer, plan):
             _barrier(layer, buffer)
             self._send(layer, helps, weights)
             _barrier(layer, buffer)
         with reporting(layer, _C.OP_DISPATCH, buffer, plan):
             self._receive(layer, helps, weights)
-        helps.generation = self._generation
 
     def send_home(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
                   grads: Sequence[Tensor | None], weights: Weights) -> None:
@@ -291,7 +301,7 @@ class Balancer:
             for _, slot, _ in helps.list:
                 if slot // local == layer.rank:
                     for w, room in staging.parts(slot % local - local, weights):
-                        # .data: to autograd the weights are the same; restore() sees to it
+                        # .data: autograd need not know, because restore() comes before each use
                         w.data[slot % local].copy_(room)
 
 
@@ -303,7 +313,8 @@ def count(layer: EPAll2AllLayer, helps: Helps, rows: Tensor) -> Tensor:
             moved[expert % local] += num
         if slot // local == layer.rank:
             moved[slot % local] -= num
-    return rows + torch.tensor(moved, dtype=rows.dtype, device=rows.device)
+    by_expert = torch.tensor(moved, dtype=rows.dtype, device="cpu", pin_memory=rows.device.type == "cuda")
+    return rows + by_expert.to(rows.device, non_blocking=True)  # pinned: the host does not wait
 
 
 def _given(grads: Sequence[Tensor | None], weights: Weights) -> list[Tensor | None]:

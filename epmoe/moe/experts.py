@@ -23,6 +23,7 @@ torch.ops.epmoe.experts and the two of its backward.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -161,13 +162,15 @@ def as_float32(topk_weights: Tensor) -> Tensor:
 
 def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
             parameters: Weights, kernel: Kernel, num_rows: int, saves: bool, scales: Scales | None = None,
-            low: tuple[Low | None, Low | None] = (None, None), balancer: Balancer | None = None) -> tuple[
+            low: tuple[Low | None, Low | None] = (None, None), balancer: Balancer | None = None,
+            wanted: Sequence[bool] = ()) -> tuple[
                 Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Run the experts.  Returns (y, rows, h, row_weight, recv, low_rows of gate_up, low_rows of down).
 
     topk_idx: None if the plan is made already.  num_rows: for how many rows to make room; they are as many as
     come, or more.  -1: as many as come, a number that only the plan has.  saves: for a backward.  low: LoRA
     beside gate and up, and beside down.  balancer: what may make a second plan, in which ranks help others.
+    wanted: of which parameters the backward will have gradients, where there is a balancer.
     Outputs are allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
@@ -187,7 +190,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
     hint: int = layer._size_hints.get(key, 0) if known is None else known
     is_hint = not knows and hint != NO_SIZE_HINT  # hint follows from earlier calls
     empty, dtype = layer._allocator(), layer.dtype
-    helps = (0, 0) if balancer is None else (balancer.balance.slots, balancer.min_rows)
+    balance = (0, 0, 0) if balancer is None else balancer.options(wanted)
     recv = empty((layer._recv_words,), (1,), torch.int32)
     y = empty((num_tokens, hidden), (hidden, 1), dtype)
     while True:
@@ -210,7 +213,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
             down_zero, layout.plan, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW), low_up,
-            *(low[1] or NO_LOW), low_down, *kernel, saves, *helps, is_planned, awaits_rows))
+            *(low[1] or NO_LOW), low_down, *kernel, saves, *balance, is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
         if is_hint:
@@ -220,7 +223,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         if is_launched:
             break
         if balancer is not None and not is_planned:
-            balancer.help(layer, layout, (gate_up, gate_up_bias, down, down_bias))
+            balancer.help(layer, layout, (gate_up, gate_up_bias, down, down_bias), wanted)
         hint, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
     if layer.host_counts:
         layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
@@ -312,7 +315,8 @@ class _Experts(torch.autograd.Function):
                 layout: EPLayout, kernel: Kernel, balancer: Balancer | None) -> Tensor:
         parameters = gate_up, gate_up_bias, down, down_bias
         y, rows, h, row_weight, recv, *_ = forward(layer, x, topk_idx, weight, layout, parameters, kernel,
-                                                   layer._unread_rows or -1, True, balancer=balancer)
+                                                   layer._unread_rows or -1, True, balancer=balancer,
+                                                   wanted=ctx.needs_input_grad[2:6])
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
         ctx.balancer, ctx.helps = balancer, layout._helps
@@ -330,9 +334,18 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         ctx, layer, _C.OP_DISPATCH, dy)
     of_x, of_weight, of_gate_up, of_gate_up_bias, of_down, of_down_bias = needed
     d_gate_up = d_gate_up_bias = d_down = d_down_bias = None
-    weights = gate_up, gate_up_bias, down, down_bias
-    if ctx.helps is not None:
-        ctx.balancer.restore(layer, ctx.buffer, plan, ctx.helps, weights)
+    deferred_up, deferred_down = ctx.deferred_wgrads
+    parameters, helps = (gate_up, gate_up_bias, down, down_bias), ctx.helps
+    if helps is not None:
+        # Ranks send each other what was agreed in the forward, also if this backward needs less.
+        if not of_gate_up:
+            deferred_up = None
+        if not of_down:
+            deferred_down = None
+        of_gate_up, of_gate_up_bias, of_down, of_down_bias = helps.wanted
+        gate_up, down = aligned_all(gate_up, down)
+        down_bias = bias_of(layer, down_bias)
+        ctx.balancer.restore(layer, ctx.buffer, plan, helps, (gate_up, None, down, down_bias))
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
         as_operators = is_watched() or is_transformed()
         check_mode(dy, gate_up, down, may_batch=True)
@@ -351,7 +364,6 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         del h
         # A deferred wgrad takes the factors of a gradient, and a compiler sees the product. Else the module
         # makes it.
-        deferred_up, deferred_down = ctx.deferred_wgrads
         gives_up = as_operators or deferred_up is not None
         gives_down = as_operators or deferred_down is not None
         offsets = expert_offsets(layer, plan)
@@ -359,7 +371,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             d_down = (gradient_of(deferred_down, g, weighted, offsets) if gives_down
                       else torch.empty_like(down))
         if of_down_bias:
-            d_down_bias = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
+            d_down_bias = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(parameters[3].dtype)
         if of_gate_up and not gives_up:
             d_gate_up = torch.empty_like(gate_up)
         # Also where this rank wants neither: another rank may want one, and waits for the rows of all.
@@ -373,16 +385,21 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             dx, d_weight, _ = backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
                                           None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
                                           ctx.num_tokens)
-    if of_gate_up and gives_up:
-        d_gate_up = gradient_of(deferred_up, d_h, rows, offsets)
-    if of_gate_up_bias:
-        d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
-    if ctx.helps is not None and any(needed[2:]):
-        deferred_up, deferred_down = ctx.deferred_wgrads
-        grads = gradient_at(deferred_up, d_gate_up), d_gate_up_bias, gradient_at(deferred_down, d_down)
-        ctx.balancer.send_home(layer, ctx.buffer, plan, ctx.helps, (*grads, d_down_bias), weights)
-    return (dx if of_x else None, d_weight if of_weight else None, d_gate_up, d_gate_up_bias, d_down,
-            d_down_bias)
+    sends_home = helps is not None and any(helps.wanted)
+    with reporting(layer, _C.OP_BARRIER, ctx.buffer, plan) if sends_home else contextlib.nullcontext():
+        if of_gate_up and gives_up:
+            d_gate_up = gradient_of(deferred_up, d_h, rows, offsets)
+        if of_gate_up_bias:
+            d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
+        at_up, at_down = d_gate_up, d_down
+        if sends_home:
+            at_up, at_down = gradient_at(deferred_up, d_gate_up), gradient_at(deferred_down, d_down)
+    if sends_home:
+        ctx.balancer.send_home(layer, ctx.buffer, plan, helps, (at_up, d_gate_up_bias, at_down, d_down_bias),
+                               parameters)
+    of_parameters = d_gate_up, d_gate_up_bias, d_down, d_down_bias
+    return (dx if of_x else None, d_weight if of_weight else None,
+            *(grad if is_needed else None for grad, is_needed in zip(of_parameters, needed[2:])))
 
 
 # ---- operators, for compilers ----

@@ -211,8 +211,8 @@ class EPMoE(nn.Module):
     A checkpoint has tensors [E, ...].  load_state_dict() takes the rows of this rank's experts: rank * n up
     to, but not including, (rank + 1) * n, where n is E/W, rounded up.  In state_dict(), where the experts are
     on several ranks of a process group, they are DTensors [E, ...], of which each rank has its rows
-    (docs/checkpoints.md).  whole_state_dict puts them together.  Physical experts that hold nothing are zero,
-    and in no state dict.
+    (docs/checkpoints.md).  whole_state_dict puts them together.  Physical experts that hold nothing are in no
+    state dict.  They are zero, except that with balance they have copies of other experts after a call.
 
     load_state_dict() also takes the experts one by one, as most checkpoints have them: for each expert e
     e.gate_proj.weight, e.up_proj.weight and e.down_proj.weight, or e.w1.weight, e.w3.weight and e.w2.weight,
@@ -1054,7 +1054,7 @@ class EPMoE(nn.Module):
             self.expert_map._copy_(expert_map)
         self._holds, self._is_home = holds, is_home
         if self._row_counts is not None:
-            self._row_counts.zero_()  # they were those of other experts
+            statistics.begin(self)  # they were those of other experts
         first = layer.rank * layer.num_local_experts
         self._held = holds[first:first + layer.num_local_experts]
 
@@ -1070,6 +1070,7 @@ class EPMoE(nn.Module):
     # ---- statistics ----
 
     _row_counts: Tensor | None = None  # [L] int64, once record_stats was called: the rows of each expert
+    _waited_before: list[int]  # that of statistics.waited_ns at record_stats, or at the last reset
     _records_stats = False
     record_stats = statistics.record_stats
     stats = statistics.stats

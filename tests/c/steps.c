@@ -64,7 +64,7 @@ int call_plan(Step *st) {
     /* The scatter indices of all ranks, or only those of this rank. */
     if ((me + total) % 2) scatter = tensor2(c->scatter, EP_I32, total, K);
     else scatter = tensor2(c->scatter + (uint64_t)before * K, EP_I32, st->num_tokens, K);
-    const EpPlanArgs args = {&index, c->has_scatter ? &scatter : NULL, &plan};
+    const EpPlanArgs args = {&index, c->has_scatter ? &scatter : NULL, &plan, 0};
     return ep_layer_plan(st->me->layer, st->buffer, &args, NULL);
 }
 

@@ -88,7 +88,7 @@ static bool bad_scatter_body(Rank *me, void *arg) {
     EpTensor s = tensor2(scatter, EP_I32, T + (me->rank == 1), K);
     /* The length of the scatter tensor of rank 1 matches neither its own number of tokens nor that of all
      * ranks. */
-    const EpPlanArgs args = {&index, &s, &plan};
+    const EpPlanArgs args = {&index, &s, &plan, 0};
     CHECK_CODE(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &args, NULL));
     CHECK(me, strstr(ep_error_text(), "rank 1"));
     s = tensor2(scatter, EP_I32, T, K);

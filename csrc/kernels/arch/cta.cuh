@@ -20,6 +20,7 @@ EP_FN bool ep_cta_enter(const EpComm *c, uint32_t op, const int32_t *plan, const
                         uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight, uint32_t has_scalar,
                         uint64_t epoch) {
     __shared__ int ok;
+    EpWaits waits;
     if (threadIdx.x < 32) {
         if (blockIdx.x == 0) {
             EpHeader h = ep_make_header(c, op, plan, recv, num_tokens, num_rows);
@@ -27,10 +28,11 @@ EP_FN bool ep_cta_enter(const EpComm *c, uint32_t op, const int32_t *plan, const
             h.has_scalar = has_scalar;
             ep_enter(c, &h, epoch);
         }
-        bool verdict = ep_enter_await(c, op, epoch);
+        const bool verdict = ep_enter_await(c, op, epoch, blockIdx.x == 0, &waits);
         if (threadIdx.x == 0) ok = verdict;
     }
     __syncthreads();
+    if (ok && blockIdx.x == 0 && threadIdx.x < 32) ep_count_waits(c, &waits); /* the other warps go on */
     return ok;
 }
 

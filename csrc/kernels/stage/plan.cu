@@ -19,17 +19,21 @@ template <bool OPTIONS> __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1
     __syncthreads();
     if (epoch && blockIdx.x == 0 && is_control_warp()) {
         EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, NULL, p.num_tokens, 0);
+        h.balance_key = p.balance_key;
         ep_enter(&p.comm, &h, epoch);
     }
     Choice first_rounds[2];
     if (epoch) count(p, range, sorts, m.warp_count + threadIdx.x / 32 * m.warp_cells, &bad, first_rounds);
     __syncthreads();
     if (epoch) scan_warps(p, m, bad);
-    const bool ok = epoch && agree(p, m, &v, epoch);
+    EpWaits waits; /* of the control warp of CTA 0 */
+    const bool ok = epoch && agree(p, m, &v, epoch, &waits);
     if (!ok && blockIdx.x == 0) invalidate_plan(p);
-    if (OPTIONS && ok && p.host_counts && blockIdx.x == 0 && is_control_warp()) write_host_counts(p, m);
+    if (OPTIONS && ok && p.host_counts && blockIdx.x == 0 && is_control_warp())
+        write_host_counts(p, m, epoch);
     if (blockIdx.x == 0 && is_control_warp() && ep_lane() == 0)
         publish_to_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
+    if (ok && blockIdx.x == 0 && is_control_warp()) ep_count_waits(&p.comm, &waits);
     if (ok && is_control_warp()) write_tables(p, m, v);
     if (ok && !is_control_warp()) {
         const int32_t *scatter = p.scatter_indices;

@@ -16,6 +16,7 @@
 #ifndef EP_PLAN_CUH
 #define EP_PLAN_CUH
 #include "kernels/stage/plan_scans.cuh"
+#include "protocol/balance.h"
 
 /* The tokens of this warp. */
 struct Range {
@@ -116,7 +117,7 @@ EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint3
 
 /* A barrier of all CTAs of this rank, which makes their counts readable, and at the same time the wait
  * until all ranks have entered. */
-EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
+EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch, EpWaits *waits) {
     __shared__ int arrived, entered;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -125,7 +126,7 @@ EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
         arrived = ep_wait_u64(c, &ep_local(c)->grid_arrived, EP_CMP_GE, gridDim.x, &f);
     }
     if (is_control_warp()) {
-        const bool ok = ep_enter_await(c, EP_OP_PLAN, epoch);
+        const bool ok = ep_enter_await(c, EP_OP_PLAN, epoch, blockIdx.x == 0, waits);
         if (ep_lane() == 0) entered = ok;
     }
     __syncthreads();
@@ -347,18 +348,20 @@ EP_FN void publish_to_host(const Params &p, int32_t code, uint32_t num_rows, uin
     ep_st_release_sys_u64(&r->ticket, p.ticket); /* publishes the result to the host */
 }
 
-/* Write the choices of each expert for the host. One warp calls it, before publish_to_host. */
-EP_FN void write_host_counts(const Params &p, const Smem &m) {
+/* Write the choices of each expert, and the balance_key, for the host. One warp calls it, before
+ * publish_to_host. */
+EP_FN void write_host_counts(const Params &p, const Smem &m, uint64_t epoch) {
     const EpShape &s = p.comm.shape;
+    if (ep_lane() == 0) p.comm.host->balance_key = ep_agreed_balance_key(&p.comm, epoch);
     for (uint32_t e = ep_lane(); e < s.num_experts; e += 32)
         p.comm.host->expert_choices[e] = (int32_t)ep_expert_rows(&s, m.counts, e);
     ep_warp_sync(); /* all lanes' stores come before the release of the lane that publishes */
 }
 
 /* All steps between count and place. False: there is no plan. */
-EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
+EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch, EpWaits *waits) {
     const EpComm *c = &p.comm;
-    if (!sync_ranks(c, epoch)) return false;
+    if (!sync_ranks(c, epoch, waits)) return false;
     scan_ctas(p, m, v);
     if (threadIdx.x == 0 && p.scatter_indices) {
         v->tokens_before = v->num_tokens = 0;

@@ -14,7 +14,8 @@ __global__ void enter_kernel(const __grid_constant__ EpComm c, uint32_t op) {
     } else {
         EpHeader h = ep_make_header(&c, op, NULL, NULL, 0, 0);
         ep_enter(&c, &h, epoch);
-        ep_enter_await(&c, op, epoch);
+        EpWaits waits;
+        if (ep_enter_await(&c, op, epoch, true, &waits)) ep_count_waits(&c, &waits);
     }
     if (ep_lane() == 0) ep_leave(&c, 1, epoch);
 }
