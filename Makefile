@@ -197,6 +197,7 @@ soak: build
 	EPMOE_CHAOS=1 $(WITH_CUDA) $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak.py ops
 	PYTHONPATH=$(CHAOS):. $(PYTHON) tests/soak_decode.py
+	PYTHONPATH=$(CHAOS):. $(PYTHON) tests/soak_train.py --balance yes --each 50
 	$(PYTHON) tests/fuzz_routing.py --cases 200000
 	PYTHONPATH=.:tests $(PYTHON) tests/fuzz_nodes.py --cases 20000
 	$(PYTHON) tests/soak.py cycles
@@ -209,10 +210,9 @@ soak: build
 	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(max(4, torch.cuda.device_count()) if _C.HAS_CUDA and torch.cuda.device_count() else 0)'); if [ $$n -gt 0 ]; then \
 	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/fuzz_routing.py --device cuda --cases 2000; \
 	    $(TORCHRUN) tests/soak.py cycles -n 200; \
-	    $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
-	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_train.py; \
-	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_decode.py; \
-	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_nodes.py; \
+	    $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; \
+	    for soak in soak_fused.py soak_train.py "soak_train.py --balance yes" soak_decode.py soak_nodes.py; do \
+	        PYTHONPATH=$(CHAOS):. $(TORCHRUN) tests/$$soak; done; \
 	fi
 
 # Also compile the profiler, but only to PTX. No other target here compiles it.

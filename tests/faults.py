@@ -40,6 +40,7 @@ from traces import (abstract_names, held, holdings, kept, left_over, more_of_our
                     shared_memory_names)
 
 SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
+BALANCE = epmoe.Balance(slots=2, min_rows=4)
 STOP_LIMIT_S = 2.0
 MEDIAN_S, WORST_S = 0.05, 3.0  # limits of the time from a kill until a survivor raises
 
@@ -57,6 +58,9 @@ def make_layer(world, device, mode, how="move"):
     if how == "decode":
         return epmoe.LowLatencyAll2All(world, tokens, hidden, topk, 4 * world.size, dtype=torch.float32,
                                        device=device)
+    if how == "balance":
+        return epmoe.EPMoE(hidden, 32, 4 * world.size, topk, world, max_tokens=tokens, device=device,
+                           balance=BALANCE).layer
     kind, dtype = epmoe.EPAll2AllLayer, torch.float32
     if how == "fuse":
         kind, dtype = epmoe.EpAll2AllFusedOp, torch.bfloat16
@@ -113,16 +117,24 @@ def fuser(layer):
     return step
 
 
-def trainer(layer):
-    """A training step: forward and backward of an EPMoE that uses the given layer."""
-    moe = epmoe.EPMoE(layer.hidden, 32, layer.num_experts, layer.topk, dtype=layer.dtype, layer=layer)
+def trainer(layer, balance=None):
+    """A training step: forward and backward of an EPMoE that uses the given layer.
+
+    balance: with it most tokens choose two experts, with which ranks help the first.
+    """
+    num_experts = layer.num_experts - (balance.slots * layer.world_size if balance else 0)
+    moe = epmoe.EPMoE(layer.hidden, 32, num_experts, layer.topk, dtype=layer.dtype, layer=layer,
+                      balance=balance)
     optimizer = torch.optim.SGD(moe.parameters(), lr=1e-3)
 
     def step(_, g):
         x = torch.randn(SIZES[layer.device.type][0], layer.hidden, generator=g)
-        x = x.to(layer.device).requires_grad_()
-        weight, idx = torch.softmax(torch.randn(len(x), layer.num_experts, generator=g), -1).topk(layer.topk)
+        x = x.to(layer.dtype).to(layer.device).requires_grad_()
+        scores = torch.randn(len(x), num_experts, generator=g)
+        scores[:, :2] += 3 * (balance is not None)
+        weight, idx = torch.softmax(scores, -1).topk(layer.topk)
         moe(x, idx.to(layer.device), weight.to(layer.device)).square().mean().backward()
+        assert bool(moe.last_layout.helps) == (balance is not None)
         optimizer.step()
         optimizer.zero_grad()
         return bool(torch.isfinite(x.grad).all())
@@ -132,8 +144,8 @@ def trainer(layer):
 
 def step_of(layer, how):
     """Return the function of (layer, generator) that runs a step of a loop."""
-    if how == "train":
-        return trainer(layer)
+    if how in ("train", "balance"):
+        return trainer(layer, BALANCE if how == "balance" else None)
     return fuser(layer) if how == "fuse" else decode if how == "decode" else move
 
 
@@ -215,7 +227,7 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
     Returns ({kind of loop: seconds after which each survivor raised, sorted}, texts of the faults found).
     """
     start = process_ranks if kind == "cpu" else run_ranks
-    latencies, bad, files = {"move": [], "train": [], "fuse": [], "decode": []}, [], shared_memory_names()
+    latencies, bad, files = {"move": [], "train": [], "fuse": [], "decode": [], "balance": []}, [], shared_memory_names()
     for i in range(num):
         r = random.Random(f"{seed} {i}")
         victim, delay = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0)

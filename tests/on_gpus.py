@@ -125,6 +125,8 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos, missing, mps=True)
         yield Step("train-mps", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
+        yield Step("balance-mps", torchrun(n, "tests/soak_train.py", "--balance", "yes", "-n", "2000"),
+                   LONGEST_S, "the same to the bit", chaos, missing, mps=True)
         yield Step("batches-threads", [*python, "tests/soak_batches.py", "-n", "4000", *threads], LONGEST_S,
                    "the same to the bit", SIDE_BY_SIDE)
         yield Step("decode-mps", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
@@ -143,6 +145,8 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos)
         yield Step("train", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
                    "the same to the bit", chaos)
+        yield Step("balance", torchrun(n, "tests/soak_train.py", "--balance", "yes", "-n", "2000"),
+                   LONGEST_S, "the same to the bit", chaos)
         yield Step("batches", torchrun(n, "tests/soak_batches.py", "-n", "20000"), LONGEST_S,
                    "the same to the bit")
         yield Step("decode", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
