@@ -227,7 +227,8 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
     Returns ({kind of loop: seconds after which each survivor raised, sorted}, texts of the faults found).
     """
     start = process_ranks if kind == "cpu" else run_ranks
-    latencies, bad, files = {"move": [], "train": [], "fuse": [], "decode": [], "balance": []}, [], shared_memory_names()
+    latencies = {how: [] for how in ("move", "train", "fuse", "decode", "balance")}
+    bad, files = [], shared_memory_names()
     for i in range(num):
         r = random.Random(f"{seed} {i}")
         victim, delay = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0)

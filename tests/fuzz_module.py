@@ -199,7 +199,8 @@ SIGNATURES = {
     "layer_fuses": "config flag n n n flag flag flag",
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
-    "layer_waited": "L", "find_helps": "config small small shape", "layer_helps": "L small", "layer_move_choices": "L small plan idx",
+    "layer_waited": "L", "find_helps": "config small small shape",
+    "layer_helps": "L small", "layer_move_choices": "L small plan idx",
     "layer_dispatch": "L small | x no weight? plan rows no row_weight? recv tag? row_tag? small small"
                       " or L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight? recv"
                       " no no zero small",
