@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ..comm.heap import SymmetricHeap
     from ..comm.nodes import Nodes
     from ..comm.world import World
+    from .move import ExpertMove, Rooms
 
 _DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -482,7 +483,8 @@ class EPMoE(nn.Module):
         self._balancer = None if self.balance is None else balancing.Balancer(
             self.balance, layer, self._weight_gradients is not None)
         home = self._placed(ExpertMap.home(self.num_experts, layer.world_size, layer.num_experts))
-        self._use_map(home, home.physical_to_logical_map.tolist())
+        self._home = home.physical_to_logical_map.tolist()
+        self._use_map(home, self._home)
         self.gradient_scale = 1.0
         self.last_layout = None
         self._checked_ddp = 0
@@ -596,6 +598,10 @@ class EPMoE(nn.Module):
         if self.layer.low_latency is not None:
             self.layer.low_latency.finalize()
             self.layer.low_latency = None  # if the layer cannot be closed, the module works without the path
+        self._move = None
+        if self._rooms is not None:
+            self._rooms.heap.close()
+            self._rooms = None
         self.layer.finalize()
 
     # ---- forward ----
@@ -1033,6 +1039,49 @@ class EPMoE(nn.Module):
         """
         placement.set_expert_map(self, expert_map)
 
+    def move_experts(self, expert_map: ExpertMap | None, at_once: int = 1) -> ExpertMove:
+        """Begin to move the experts to the places of a map, while the module serves calls.  Collective.
+
+        As set_expert_map, but the module need not stop.  Call advance() of the result between calls of the
+        module until it returns True.  Until then each expert has a place, and results stay as they are.  A
+        place that gets another expert has no tokens meanwhile, so its other replicas have more.
+
+        Copies are made on a stream of their own, by copy engines.  They need symmetric memory for at_once
+        experts of each rank, which the module keeps until finalize.  P must be larger than E, or a map that
+        exchanges experts has no place for the first of them.
+
+        Args:
+            expert_map: As for set_expert_map.
+            at_once: The most experts that a rank gets in a round, at least 1.  Fewer disturb the calls less,
+                more need fewer rounds.
+
+        Returns:
+            An ExpertMove.
+
+        Raises:
+            ValueError: On this rank, for a map of other sizes, for a wrong at_once, and where experts must
+                change places and none is spare.
+            TypeError, RuntimeError: On this rank, as set_expert_map; also while experts are moving.
+            EpError: As set_expert_map.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, 2, 1, num_physical=3, dtype=torch.float32, device="cpu")
+            >>> wanted = epmoe.balance_experts([1, 5], num_ranks=1, num_physical=3)
+            >>> move = moe.move_experts(wanted)
+            >>> while not move.advance():
+            ...     with torch.no_grad():
+            ...         y = moe(torch.ones(2, 16), torch.tensor([[1], [1]]), torch.ones(2, 1))
+            >>> moe.expert_map.physical_to_logical_map.tolist()
+            [0, 1, 1]
+            >>> moe.finalize()
+        """
+        return placement.move_experts(self, expert_map, at_once)
+
+    _move: ExpertMove | None = None  # that is under way
+    _rooms: Rooms | None = None  # of all moves
+
     def _placed(self, expert_map: ExpertMap) -> ExpertMap:
         """Return a map on the layer's device.  Not of tensors that can be changed only in inference mode."""
         with torch.inference_mode(False):
@@ -1044,8 +1093,7 @@ class EPMoE(nn.Module):
         holds: its physical_to_logical_map, as a list.
         """
         layer = self.layer
-        home = ExpertMap.home(self.num_experts, layer.world_size, layer.num_experts)
-        is_home = holds == home.physical_to_logical_map.tolist()
+        is_home = holds == self._home
         if is_home and self.num_experts == layer.num_experts:
             self.expert_map = None
         elif self.expert_map is None:
@@ -1106,6 +1154,7 @@ class EPMoE(nn.Module):
     def _load_from_state_dict(self, state_dict: StateDict, prefix: str, metadata: StateDict, strict: bool,
                               missing: list[str], unexpected: list[str], errors: list[str]) -> None:
         lora.check_unmerged(self, "load_state_dict()")
+        placement.check_still(self, "load_state_dict()")
         before = len(errors), len(missing), len(unexpected)
         with checkpoint.Staged(self) as staged:
             left, loaded = checkpoint.load_experts(self, state_dict, prefix, missing, errors)

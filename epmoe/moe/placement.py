@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from ..a2a.base import together
+from ..comm.device import integer
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..errors import EpMismatch
 from ..torch_modes import writing
 from .lora import check_unmerged
+from .move import ExpertMove, Rooms, rounds_of
 from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
 
 if TYPE_CHECKING:
@@ -316,9 +318,17 @@ def balance_experts(tokens_per_expert: Tensor | Sequence[float], num_ranks: int,
     return ExpertMap(torch.tensor(held, device="cpu", dtype=torch.int64), len(tokens))
 
 
+def check_still(moe: EPMoE, what: str) -> None:
+    """Raise RuntimeError for what cannot be done while experts move."""
+    if moe._move is not None:
+        raise RuntimeError(f"{what}: experts are on their way to another map: call finish() of what "
+                           f"move_experts has returned first")
+
+
 def _check(moe: EPMoE, expert_map: ExpertMap | None) -> ExpertMap:
     """Return the map, that of the home for None, or raise for what this rank cannot do."""
     layer = moe.layer
+    check_still(moe, "set_expert_map")
     if expert_map is None:
         expert_map = ExpertMap.home(moe.num_experts, layer.world_size, layer.num_experts)
     if not isinstance(expert_map, ExpertMap):
@@ -402,19 +412,49 @@ def _move(moe: EPMoE, world: World, sources: list[int], use_map: Callable[[], No
 
 def set_expert_map(moe: EPMoE, expert_map: ExpertMap | None) -> None:
     """Make a map that of a module, and move its weights.  Collective."""
-    world = moe.layer.world
-    if not isinstance(world, World):
-        raise ValueError("set_expert_map moves weights through symmetric memory, which the ranks of one node "
-                         "share, but this module spans several nodes")
+    world = _world_of(moe)
     with together(world):
         expert_map = moe._placed(_check(moe, expert_map))
         holds = expert_map.physical_to_logical_map.tolist()
-        moved = [(p.shape, p.dtype) for p in tensors(moe)]
-    digests = world.exchange(hashlib.sha256(repr((moe._holds, holds, moved)).encode()).digest())
+    _agree(moe, world, holds)
+    if holds != moe._holds:
+        _move(moe, world, _sources(moe, holds), lambda: moe._use_map(expert_map, holds))
+
+
+def move_experts(moe: EPMoE, expert_map: ExpertMap | None, at_once: int) -> ExpertMove:
+    """Begin to move the experts of a module to the places of a map, while it works.  Collective."""
+    world = _world_of(moe)
+    with together(world):
+        if integer("at_once", at_once) < 1:
+            raise ValueError(f"move_experts: at_once {at_once}: must be at least 1")
+        expert_map = _check(moe, expert_map)
+        holds = expert_map.physical_to_logical_map.tolist()
+        rounds = rounds_of(moe._holds, holds, moe.layer.num_local_experts, at_once)
+    _agree(moe, world, holds, at_once)
+    if rounds and not (moe._rooms is not None and moe._rooms.fits(moe, at_once)):
+        if moe._rooms is not None:
+            rooms, moe._rooms = moe._rooms, None
+            rooms.heap.close()
+        moe._rooms = Rooms(moe, world, at_once)
+    with together(world):
+        move = ExpertMove(moe, expert_map, rounds, moe._rooms)
+    moe._move = None if move.is_done else move
+    return move
+
+
+def _world_of(moe: EPMoE) -> World:
+    if not isinstance(moe.layer.world, World):
+        raise ValueError("experts move through symmetric memory, which the ranks of one node share, but this "
+                         "module spans several nodes")
+    return moe.layer.world
+
+
+def _agree(moe: EPMoE, world: World, *arguments: object) -> None:
+    """Raise EpMismatch on all ranks, if they pass different arguments or modules.  Collective."""
+    moved = [(p.shape, p.dtype) for p in tensors(moe)]
+    digests = world.exchange(hashlib.sha256(repr((moe._holds, moved, arguments)).encode()).digest())
     for rank, its in enumerate(digests):
         if its != digests[0]:
             raise EpMismatch(f"ranks disagree: rank {rank} passes another expert map than rank 0, or passes "
                              f"it to another module, or one with other parameters and buffers.  Add up the "
                              f"numbers of tokens of all ranks, and pass the same map on all")
-    if holds != moe._holds:
-        _move(moe, world, _sources(moe, holds), lambda: moe._use_map(expert_map, holds))
