@@ -3,13 +3,13 @@
 import math
 
 
-def print_results(train, val, table, moved, choices, nodes, distinct, row_bytes):
+def print_results(train, val, table, moved, choices, nodes, distinct, row_bytes, waited_s):
     """Print the tables.
 
     train: loss of each step.  val: {step: validation loss}.  table: [(name of the tensor, max|reference|,
     relative difference)].  moved: the number of routings that differ.  choices: [source rank, expert].
     nodes: how many.  distinct: rows to other ranks, or, with several nodes, to other nodes.  row_bytes: size
-    of a row.
+    of a row.  waited_s: [r, s]: how long rank r waited for rank s.
     """
     print("\nLoss (nats per byte)\n  step     train  validation  bits/byte")
     for step, value in val.items():
@@ -42,9 +42,18 @@ def print_results(train, val, table, moved, choices, nodes, distinct, row_bytes)
         megabytes, share = rows * row_bytes / 1e6, rows / max(away, 1)
         print(f"  {text:32}  {rows:10d} rows  {megabytes:9.1f} MB  {share:6.1%}")
 
+    slowest = waited_s.sum(0).argmax().item()
+    print(f"\nSeconds that ranks waited for others to enter an operation; longest for rank {slowest}")
+    print("  " + " " * 6 + "".join(f"{f'for {rank}':>9}" for rank in range(size)))
+    for rank, row in enumerate(waited_s.tolist()):
+        print(f"  rank {rank}" + "".join(f"{seconds:9.3f}" for seconds in row))
 
-def write_plot(path, train, val, choices):
-    """Plot the losses, and the load of each expert in each layer.  choices: [layer, source rank, expert]."""
+
+def write_plot(path, train, val, choices, waited_s):
+    """Plot the losses, the load of each expert in each layer, and the waits.
+
+    choices: [layer, source rank, expert].  waited_s: see print_results.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -53,7 +62,8 @@ def write_plot(path, train, val, choices):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    figure, (left, right, waits) = pyplot.subplots(1, 3, figsize=(16, 4.2), layout="constrained",
+                                                   width_ratios=(6, 6, 4))
     left.plot(range(1, len(train) + 1), train, lw=1, label="train, mean of all ranks")
     left.plot(list(val), list(val.values()), "o-", ms=4, label="validation")
     left.set(xlabel="step", ylabel="nats per byte", title="Loss")
@@ -65,5 +75,9 @@ def write_plot(path, train, val, choices):
     right.set(xlabel="expert (white lines separate the ranks)", ylabel="layer", title="Expert load")
     right.set_yticks(range(len(load)))
     figure.colorbar(image, label="tokens, relative to an equal share")
+    image = waits.imshow(waited_s, vmin=0, cmap="magma")
+    waits.set(xlabel="for rank", ylabel="rank", title="Waits at operations", xticks=range(len(waited_s)),
+              yticks=range(len(waited_s)))
+    figure.colorbar(image, label="seconds")
     figure.savefig(path, dpi=120)
     print(f"\nplot written to {path}")

@@ -152,6 +152,7 @@ class Trainer:
         moe = epmoe.EPMoE(*sizes, self.world, max_tokens=args.batch * args.seq, **options)
         for p in (moe.gate_up_proj, moe.down_proj):
             nn.init.normal_(p, std=args.hidden**-0.5)
+        moe.record_stats()
         return moe
 
     def windows(self):
@@ -296,14 +297,16 @@ def run(args, world, device):
     own = world.node if args.nodes > 1 else world.rank
     distinct = (trainer.distinct.sum() - trainer.distinct[own]).to(device)
     dist.all_reduce(distinct)
+    waited_s = sum(block.moe.stats().waited_s for block in trainer.model.blocks)
     for block in trainer.model.blocks:
         block.moe.layer.finalize()
     if world.rank != 0:
         return []
 
     choices, row_bytes = trainer.choices, args.hidden * dtype.itemsize
-    print_results(train, val, *compared, choices.sum(0), args.nodes, distinct.item(), row_bytes)
-    write_plot(args.plot, train, val, choices)
+    print_results(train, val, *compared, choices.sum(0), args.nodes, distinct.item(), row_bytes,
+                  waited_s)
+    write_plot(args.plot, train, val, choices, waited_s)
     print(f"{time.perf_counter() - began:.1f} s\n")
     # Random guesses have a loss of ln 256 = 5.5 nats per byte.  The frequency of each byte gives about 3.1.
     fall, wanted = val[0] - val[args.steps], min(2.5, 0.0125 * args.steps)
