@@ -811,8 +811,8 @@ class EPMoE(nn.Module):
            dispatch, the products, combine.
         """
         try:
-            scales = self._format.scales(self)
-            adapter = lora.adapter_of_call(self)
+            scales = None if self._format.has_gradients else self._format.scales(self)
+            adapter = None if self._lora is None else lora.adapter_of_call(self)
             of_call = lora_products.LoraOfCall(self, adapter) if at_once and adapter is not None else None
         except Exception as error:
             first = _C.OP_LL_DISPATCH if isinstance(layer, LowLatencyAll2All) else _C.OP_PLAN
