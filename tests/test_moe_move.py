@@ -153,7 +153,115 @@ def test_weights_of_other_formats_move(ranks, options):
     assert all(same == [True, True] for same in ranks(run, world_size=2))
 
 
+def late_copies(world, device, options):
+    """As on a GPU whose copies arrive late: they count as writes before, and a call reads what was there."""
+    moe = epmoe.EPMoE(128, 128, 4, 2, world, max_tokens=9, device=device, num_physical=12,
+                      rank_invariant=True, **options)
+    g = generator(3, world.rank)
+    x, idx = torch.randn(9, 128, generator=g).bfloat16(), torch.rand(9, 4, generator=g).topk(2).indices
+    call = [t.to(device) for t in (x, idx, torch.rand(9, 2, generator=g))]
+    more = {}
+    if not options:
+        for name in ("a", "b"):
+            moe.add_adapter(name, 8, 16)
+        with torch.no_grad():
+            for p in moe.parameters():
+                p.normal_(0, 0.1, generator=torch.Generator(device).manual_seed(world.rank))
+        moe.set_adapter(["a", "b"])
+        more["adapters"] = torch.arange(9, device=device) % 3
+    with torch.no_grad():
+        wanted = moe(*call, **more)
+        move = moe.move_experts(epmoe.balance_experts([9, 1, 1, 5], world.size, 12))
+        receive, begin = move._receive, move._begin_round
+
+        def receive_nothing():
+            before = [t.detach().clone() for t in moe.parameters()]
+            receive()
+            move.late = [t.detach().clone() for t in moe.parameters()]
+            for t, old in zip(moe.parameters(), before):
+                t.data.copy_(old)  # which torch does not count
+
+        def begin_late():
+            for t, new in zip(moe.parameters(), getattr(move, "late", ())):
+                t.data.copy_(new)
+            return begin()
+
+        move._receive, move._begin_round, move._step = receive_nothing, begin_late, begin_late
+        same = []
+        while not move.advance():
+            same.append(torch.equal(moe(*call, **more), wanted))
+        same.append(torch.equal(moe(*call, **more), wanted))
+    moe.finalize()
+    return same
+
+
+@pytest.mark.parametrize("options", [{"compute_dtype": torch.float8_e4m3fn}, {}], ids=("FP8", "adapters"))
+def test_forms_of_weights_are_made_again_when_copies_have_arrived(ranks, options):
+    for same in ranks(lambda world, device: late_copies(world, device, options), world_size=2):
+        assert len(same) > 4 and all(same), same
+
+
 # ---- mistakes ----
+
+
+def writes(world, device, write):
+    """One rank writes weights during a move, which then ends on all. The module works, and moves again."""
+    moe = make(world, device, dtype=torch.bfloat16, rank_invariant=True)
+    moe.add_adapter("a", 4, 8)
+    moe.add_adapter("b", 4, 8)
+    moe.set_adapter("a")
+    under_way = moe.move_experts(maps_of(moe)[0])
+    errors = [outcome(under_way.advance)]
+    if world.rank == world.size - 1:
+        write(moe)
+    errors.append(outcome(under_way.advance))
+    moe.move_experts(maps_of(moe)[1]).finish()
+    moe.finalize()
+    return errors, under_way.is_done
+
+
+@pytest.mark.parametrize("write", [
+    lambda moe: moe.reset_parameters(), lambda moe: moe.down_proj.detach().add_(1),
+    lambda moe: setattr(moe.down_proj, "data", moe.down_proj.data.clone())], ids=("reset", "add", "data"))
+def test_writes_during_a_move_end_it(ranks, write):
+    results = ranks(lambda world, device: writes(world, device, write), world_size=2, at_least=2)
+    for rank, (errors, is_done) in enumerate(results):
+        assert errors[0].kind == "nothing" and is_done
+        assert errors[1].kind == ("RuntimeError" if rank == len(results) - 1 else "PeerError")
+
+
+def crossed(world, device):
+    """Two moves, which the ranks go on with in another order. Then they do so in the same one."""
+    first, second = (make(world, device, seed) for seed in (1, 2))
+    moves = [moe.move_experts(maps_of(moe)[0]) for moe in (first, second)]
+    error = outcome((moves if world.rank % 2 else moves[::-1])[0].finish)
+    for move in moves:
+        move.finish()
+    check_weights(first, 1), check_weights(second, 2)
+    for moe in first, second:
+        moe.finalize()
+    return error
+
+
+def test_moves_in_another_order(ranks):
+    for error in ranks(crossed, world_size=2, at_least=2):
+        assert error.kind == "EpMismatch" and "advance() of another move" in error.text
+
+
+def gradients_during_a_move(world, device):
+    moe = make(world, device, spare=1)
+    loads = [9] + [1] * (E - 1)
+    under_way = moe.move_experts(epmoe.balance_experts(loads, world.size, moe.layer.num_experts))
+    under_way.advance()
+    error = outcome(lambda: moe(*inputs(moe, 1)))
+    under_way.finish()
+    moe.finalize()
+    return error
+
+
+def test_no_gradients_during_a_move(ranks):
+    for error in ranks(gradients_during_a_move, world_size=2):
+        assert error.kind == "RuntimeError" and "the experts have no gradients" in error.text
 
 
 def mistakes(world, device):

@@ -373,6 +373,25 @@ def test_moe_statistics_fit_a_terminal(num_ranks):
     assert empty == f"no rows for {num_ranks} experts on {num_ranks} ranks"
 
 
+def test_moe_statistics_of_a_finalized_module(ranks):
+    """The counts are still there, and so are those of another module of its layer."""
+    def run(world, device):
+        moe = make(world, device, 2 * world.size)
+        other = epmoe.EPMoE(H, I, 2 * world.size, K, dtype=torch.float32, layer=moe.layer)
+        for m in moe, other:
+            m.record_stats()
+            call(m, 1)
+        before = moe.stats()
+        moe.finalize()
+        after = moe.stats()
+        grows = (after.waited_s >= before.waited_s).all()
+        return facts(before) == facts(after), grows, facts(other.stats())[0]
+
+    results = ranks(run, world_size=2)
+    for same, grows, counts in results:
+        assert same and grows and counts == counted(len(results), 2 * len(results), (1,)).tolist()
+
+
 # ---- misuse ----
 
 

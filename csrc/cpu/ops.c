@@ -20,6 +20,7 @@ void ep_cpu_enter(const EpComm *c, uint32_t op) {
         ep_enter(c, &h, epoch);
         EpWaits waits;
         if (ep_enter_await(c, op, epoch, true, &waits)) ep_count_waits(c, &waits);
+        ep_publish_waits(c);
     }
     ep_leave(c, 1, epoch);
 }
@@ -172,7 +173,10 @@ void ep_cpu_dispatch(const EpDispatchParams *p, const EpScales *s, uint32_t work
     }
     EpWaits waits;
     ok = ok && ep_enter_await(c, op, epoch, worker == 0, &waits);
-    if (ok && worker == 0) ep_count_waits(c, &waits);
+    if (ok && worker == 0) {
+        ep_count_waits(c, &waits);
+        ep_publish_waits(c);
+    }
     num_tasks = ok ? ep_num_tasks(p->plan + EP_HEAD_NUM_SEND, W) : 0;
     while (ok && (n = ep_queue_pop(l->queue_send)) < num_tasks) {
         EpTask task = ep_task_at(n, c->my_rank, W);
@@ -338,7 +342,10 @@ void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_work
     }
     EpWaits waits;
     ok = ok && ep_enter_await(c, EP_OP_COMBINE, epoch, worker == 0, &waits);
-    if (ok && worker == 0) ep_count_waits(c, &waits);
+    if (ok && worker == 0) {
+        ep_count_waits(c, &waits);
+        ep_publish_waits(c);
+    }
     if (ok && c->shape.combine_mode == EP_COMBINE_GATHER) {
         stage_rows(p, epoch);
         for (uint32_t r = 0; r < c->shape.num_ranks; r++)

@@ -188,6 +188,7 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     EpWaits waits;
     if (!ep_enter_await(c, EP_OP_PLAN, epoch, true, &waits)) return EP_EPEER;
     ep_count_waits(c, &waits);
+    ep_publish_waits(c);
     for (uint32_t w = 0; w < s->num_ranks; w++) {
         num_tokens += ep_header(c, c->my_rank, w, epoch)->num_tokens;
         if (w < c->my_rank) tokens_before = num_tokens;

@@ -261,6 +261,10 @@ static int close_locked(EpLayer *l, int code) {
      * after that may the memory be used for something else. */
     int synced = ep_heap_quiesce(l->heap);
     const bool is_idle = !synced && !ep_world_check(world);
+    memset(l->waited_ns, 0, sizeof l->waited_ns);
+    for (uint32_t b = 0; b < l->config.num_buffers; b++)
+        for (uint32_t r = 0; r < l->config.shape.num_ranks; r++)
+            l->waited_ns[r] += ep_ld_relaxed_sys_u64(&l->buffers[b].comm.host->waited_ns[r]);
     while (l->num_freed < l->config.num_buffers && !code) {
         code = ep_heap_free(l->heap, l->buffers[l->num_freed].off);
         if (!code) l->num_freed++;

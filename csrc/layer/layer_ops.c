@@ -115,8 +115,8 @@ int ep_layer_waited(EpLayer *l, uint64_t *ns, uint32_t *num_ranks) {
     memset(ns, 0, W * sizeof *ns);
     for (uint32_t b = 0; b < l->config.num_buffers; b++) {
         EP_TRY(ep_layer_lock(l, b));
-        for (uint32_t r = 0; r < W; r++)
-            ns[r] += ep_ld_relaxed_sys_u64(&l->buffers[b].comm.host->waited_ns[r]);
+        const uint64_t *waited = l->closed ? b ? NULL : l->waited_ns : l->buffers[b].comm.host->waited_ns;
+        for (uint32_t r = 0; waited && r < W; r++) ns[r] += ep_ld_relaxed_sys_u64(&waited[r]);
         ep_layer_unlock(l, b, 0);
     }
     return 0;

@@ -21,6 +21,7 @@ struct EpLayer {
     atomic_int num_refs;
     atomic_bool closed; /* set while all locks are held; some readers hold none */
     EpDeferredFree deferred_free;
+    uint64_t waited_ns[EP_MAX_RANKS];   /* of a closed layer: see ep_layer_waited */
     uint32_t num_freed;                 /* buffers whose heap memory is free; written inside of calls */
     uint64_t ticket[EP_MAX_BUFFERS];    /* number of the newest plan of each buffer */
     const void *newest[EP_MAX_BUFFERS]; /* address of that plan */

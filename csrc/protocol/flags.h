@@ -275,6 +275,7 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch, bool is_
     EpBackoff backoff = {0, 0, 0};
     EpFaultRecord f = ep_fault_at(op, 0, EP_WORD_ENTER, epoch);
     ep_chaos(EP_CHAOS_ENTER_AWAIT);
+    if (EP_FAULT(NO_ENTER_WAIT)) EP_FOR_LANES(r, c->shape.num_ranks) waits->ns[EP_LANE_AT(r)] = 0;
     for (bool is_late = !EP_FAULT(NO_ENTER_WAIT); is_late && !stuck;) {
         uint64_t got = 0;
         is_late = false;
@@ -321,16 +322,20 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch, bool is_
     return false;
 }
 
-/* Add the time of an operation that all ranks have entered to host->waited_ns. The worker that has entered
- * for the rank calls it, all lanes. The sums are in device memory, because a GPU reads host memory slowly. */
+/* Add the time of an operation that all ranks have entered to this rank's sums. The worker that has entered
+ * for the rank calls it, all lanes. A GPU's host gets the sums from the next plan or barrier
+ * (ep_publish_waits): a release by this worker would have to wait for stores to host memory. */
 EP_FN void ep_count_waits(const EpComm *c, const EpWaits *waits) {
     EP_FOR_LANES(r, c->shape.num_ranks) {
         if (r == c->my_rank) continue;
         uint64_t *sum = &ep_local(c)->waited_ns[r];
-        const uint64_t ns = ep_ld_relaxed_gpu_u64(sum) + waits->ns[EP_LANE_AT(r)];
-        ep_st_relaxed_gpu_u64(sum, ns);
-        ep_st_relaxed_sys_u64(&c->host->waited_ns[r], ns);
+        ep_st_relaxed_gpu_u64(sum, ep_ld_relaxed_gpu_u64(sum) + waits->ns[EP_LANE_AT(r)]);
     }
+}
+/* Write the sums to host->waited_ns. The lanes that call it are those of ep_count_waits. */
+EP_FN void ep_publish_waits(const EpComm *c) {
+    EP_FOR_LANES(r, c->shape.num_ranks)
+    ep_st_relaxed_sys_u64(&c->host->waited_ns[r], ep_ld_relaxed_gpu_u64(&ep_local(c)->waited_ns[r]));
 }
 
 /* The ready word of a row block: how many of its rows are placed (dispatch) or how many pieces of its rows

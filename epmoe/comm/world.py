@@ -90,6 +90,8 @@ class World(Shared):
         epmoe.World(rank=0, size=1)
     """
 
+    _num_moves = 0  # that all ranks have begun together: EPMoE.move_experts
+
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None,
                  timeout_s: float | None = None) -> None:
         check_caller()

@@ -215,8 +215,9 @@ class Balancer:
 
         wanted: see Helps.
         """
-        bits = *wanted, self._gradient_dtype is not None
-        return self.balance.slots, self.min_rows, 1 + sum(bit << i for i, bit in enumerate(bits))
+        key = 1 + 16 * (self._gradient_dtype is not None) + sum(is_wanted << i
+                                                                for i, is_wanted in enumerate(wanted))
+        return self.balance.slots, self.min_rows, key
 
     def help(self, layer: EPAll2AllLayer, layout: EPLayout, weights: Weights, wanted: Sequence[bool]) -> None:
         """After a plan: fill the helper slots, and make another plan with them, if ranks shall help others.

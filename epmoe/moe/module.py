@@ -27,9 +27,10 @@ from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
 from . import balance as balancing, checkpoint, chunks, decode as decoding, experts as experts_ops
 from . import formats, fp8, fp8_training
-from . import guards, lora, lora_products, numerics, placement, shards, statistics
+from . import guards, lora, lora_products, move as moving, numerics, placement, shards, statistics
 from .balance import Balance, Balancer
 from .experts import Weights
+from .move import ExpertMove, Rooms
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
 from .weights import WEIGHTS, WeightDtype, WeightFormat
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from ..comm.heap import SymmetricHeap
     from ..comm.nodes import Nodes
     from ..comm.world import World
-    from .move import ExpertMove, Rooms
 
 _DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -1077,7 +1077,7 @@ class EPMoE(nn.Module):
             [0, 1, 1]
             >>> moe.finalize()
         """
-        return placement.move_experts(self, expert_map, at_once)
+        return moving.move_experts(self, expert_map, at_once)
 
     _move: ExpertMove | None = None  # that is under way
     _rooms: Rooms | None = None  # of all moves
@@ -1088,7 +1088,7 @@ class EPMoE(nn.Module):
             return expert_map.to(self.layer.device)
 
     def _use_map(self, expert_map: ExpertMap, holds: list[int]) -> None:
-        """Route by a map on the layer's device, whose experts the parameters hold now.
+        """Route by a map on any device, whose experts the parameters hold now.
 
         holds: its physical_to_logical_map, as a list.
         """
@@ -1097,17 +1097,19 @@ class EPMoE(nn.Module):
         if is_home and self.num_experts == layer.num_experts:
             self.expert_map = None
         elif self.expert_map is None:
-            self.expert_map = expert_map
+            self.expert_map = self._placed(expert_map)
         else:
             self.expert_map._copy_(expert_map)
         self._holds, self._is_home = holds, is_home
+        if self._lora is not None and self._lora.copied is not None:
+            self._lora.copied.update()  # CUDA graphs read the copies
         if self._row_counts is not None:
             statistics.begin(self)  # they were those of other experts
         first = layer.rank * layer.num_local_experts
         self._held = holds[first:first + layer.num_local_experts]
 
     def _check_gradients(self) -> None:
-        if self._is_home or not torch.is_grad_enabled():
+        if self._is_home and self._move is None or not torch.is_grad_enabled():
             return
         weights = [*(getattr(self, name) for name in _PARAMETERS), *self._adapter_leaves()]
         if any(p is not None and p.requires_grad for p in weights):

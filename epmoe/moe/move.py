@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,17 +28,20 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..comm.device import status_of
+from ..a2a.base import together
+from ..comm.device import integer, status_of
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
-from ..torch_modes import writing
+from ..errors import EpMismatch
+from ..torch_modes import mark_written, writing
+from .placement import ExpertMap, agree, check, world_of
 from .shards import as_bytes, tensors
 
 if TYPE_CHECKING:
     from .module import EPMoE
-    from .placement import ExpertMap
 
 _ALIGNMENT = 256  # bytes, of the weights in symmetric memory
+_STATE = struct.Struct("<IIB")  # number of the move, its steps so far, whether a rank's copies are done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,42 +68,43 @@ def rounds_of(holds: Sequence[int], wanted: Sequence[int], num_local: int, at_on
     Raises ValueError where the experts cannot change places, because there is no spare one.
     """
     now, rounds = list(holds), []
+    num_of = Counter(e for e in now if e >= 0)  # places of each expert
+    num_final = Counter(e for e, goal in zip(now, wanted) if e == goal)  # those that stay to the end
     lent = -1  # a place that holds an expert for a while, so that this expert's own place is free
     while now != list(wanted):
-        targets: list[int] = []
-        for p in range(len(now)):
-            of_rank = sum(q // num_local == p // num_local for q in targets)
-            if now[p] != wanted[p] and of_rank < at_once and _is_free(now, wanted, p, targets, p == lent):
-                targets.append(p)
-        goals = {p: wanted[p] for p in targets}
-        if not targets:  # each expert that must move has one place only
-            lent = next((p for p in range(len(now)) if _is_free(now, wanted, p, [], False)), -1)
+        left, room = num_of.copy(), [at_once] * (len(now) // num_local)
+        goals: dict[int, int] = {}
+        for p, e in enumerate(now):
+            # The place that was lent may go when its expert has reached a place of its own.
+            if (e != wanted[p] and room[p // num_local]
+                    and (e < 0 or (num_final[e] > 0 if p == lent else left[e] > 1))):
+                goals[p] = wanted[p]
+                room[p // num_local] -= 1
+                left[e] -= 1
+        if not goals:  # each expert that must move has one place only
+            lent = next((p for p, e in enumerate(now) if e < 0 or num_of[e] > 1), -1)
             if lent < 0:
                 raise ValueError("move_experts: the experts cannot change places while the module works, "
                                  "because no physical expert is spare: create the module with a larger "
                                  "num_physical, or use set_expert_map, which stops the module")
-            first = next(p for p in range(len(now)) if now[p] != wanted[p])
-            goals = {lent: now[first]}
+            goals = {lent: now[next(p for p, e in enumerate(now) if e != wanted[p])]}
         before = [-1 if p in goals else e for p, e in enumerate(now)]
+        places: dict[int, list[int]] = {}
+        for p, e in enumerate(before):
+            places.setdefault(e, []).append(p)
         moves = []
         for p, e in goals.items():
-            sources = [q for q, held in enumerate(before) if held == e >= 0]
+            sources = places[e] if e >= 0 else []
             near = [q for q in sources if q // num_local == p // num_local] or sources
             moves.append((p, near[p % len(near)] if near else -1))
-        now = [goals.get(p, e) for p, e in enumerate(now)]
-        rounds.append(Round(moves, before, now))
+        for p, e in goals.items():
+            num_of[now[p]] -= 1
+            num_of[e] += 1
+            num_final[now[p]] -= now[p] == wanted[p]
+            num_final[e] += e == wanted[p]
+            now[p] = e
+        rounds.append(Round(moves, before, list(now)))
     return rounds
-
-
-def _is_free(now: Sequence[int], wanted: Sequence[int], place: int, targets: list[int],
-             is_lent: bool) -> bool:
-    """Whether a place may become a target: its expert has another place that stays.
-
-    is_lent: the place has lent itself to its expert, which must have reached a place of its own.
-    """
-    e = now[place]
-    return e < 0 or any(q != place and q not in targets and held == e and (not is_lent or wanted[q] == e)
-                        for q, held in enumerate(now))
 
 
 class ExpertMove:
@@ -113,17 +119,15 @@ class ExpertMove:
 
     is_done: bool
 
-    def __init__(self, moe: EPMoE, expert_map: ExpertMap, rounds: list[Round], rooms: Rooms | None) -> None:
+    def __init__(self, moe: EPMoE, rounds: list[Round], rooms: Rooms | None, number: int) -> None:
         self.is_done = not rounds
         self._moe, self._rounds, self._rooms = moe, rounds, rooms
-        # The copies to the device make the host wait, so they are made now.
-        self._maps = [[moe._placed(type(expert_map)(torch.tensor(held, dtype=torch.int64, device="cpu"),
-                                                    moe.num_experts)) for held in (r.before, r.after)]
-                      for r in rounds]
+        self._number, self._num_steps = number, 0  # equal on all ranks
         self._next = 0  # the round that begins next
-        self._step = self._begin_round
+        self._step: Callable[[], Callable[[], Any]] = self._begin_round
         self._event: torch.cuda.Event | None = None  # after the copies of the present step
         self._error: Exception | None = None  # that this rank had when it enqueued them
+        self._seen = self._versions()
         device = moe.layer.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -138,8 +142,10 @@ class ExpertMove:
 
         Raises:
             RuntimeError: On this rank, during the capture of a CUDA graph, and after the module's finalize.
-            PeerError: On the other ranks, when one rank raises in its copies.  The move then has ended, and
-                the module works on, without the places that were being written.
+                Also where its experts were written since the last call; the move has ended then.
+            PeerError: On the other ranks, when one rank raises in its copies, or has written its experts.
+                The move has ended then, and the module works on without the places that were being written.
+            EpMismatch: On all ranks, when they go on with different moves.  Nothing was done.
             PeerDied: On all surviving ranks, when a rank dies.
             EpTimeout: On all ranks, when one does not make the call before the timeout.
 
@@ -154,8 +160,17 @@ class ExpertMove:
             raise RuntimeError("advance: a CUDA graph is being captured: call it between replays")
         try:
             if self._have_all_finished():
-                self._step = self._step()
+                try:
+                    self._step = self._step()
+                except BaseException as error:
+                    self._tell_others(error)  # in their next advance
+                    raise
+                self._num_steps += 1
+        except EpMismatch:  # nothing was done
+            raise
         except BaseException:
+            if self._stream is not None:
+                self._stream.synchronize()  # nothing of this move may arrive during the next one
             self._end()
             raise
         return self.is_done
@@ -176,49 +191,79 @@ class ExpertMove:
 
     def _have_all_finished(self) -> bool:
         """Whether the copies of all ranks are done.  Raises the error that this rank had in them."""
-        world = cast(World, self._moe.layer.world)
         try:
             if self._error is not None:
                 raise self._error
+            if self._versions() != self._seen:
+                raise RuntimeError("the parameters or buffers of the experts were written or exchanged since "
+                                   "the last advance: the move has ended, because it may have copied old "
+                                   "ones")
             is_done = self._event is None or self._event.query()
         except Exception as error:
-            with contextlib.suppress(Exception):
-                _C.world_propagate_error(world._c, status_of(error))
+            self._tell_others(error)
             raise
-        return all(its[0] for its in world.exchange(bytes([is_done])))
+        mine = _STATE.pack(self._number, self._num_steps, is_done)
+        states = [_STATE.unpack(its) for its in cast(World, self._moe.layer.world).exchange(mine)]
+        for rank, its in enumerate(states):
+            if its[:2] != states[0][:2]:
+                raise EpMismatch(f"ranks disagree: rank {rank} calls advance() of another move than rank 0, "
+                                 f"or has called it more or less often: call those of all modules in the "
+                                 f"same order")
+        return all(done for *_, done in states)
+
+    def _tell_others(self, error: BaseException) -> None:
+        with contextlib.suppress(Exception):
+            _C.world_propagate_error(cast(World, self._moe.layer.world)._c, status_of(error))
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Return the address of each tensor of experts, and how often torch has seen it written."""
+        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors(self._moe)]
 
     def _begin_round(self) -> Callable[[], Any]:
         """Use the map after the round before, or end; then steps 1 and 2 of the next round."""
         if self._stream is not None:  # it has finished: this tells tools that look for races
             torch.cuda.current_stream(self._moe.layer.device).wait_stream(self._stream)
+        # The copies counted as writes when they were enqueued.  A call since may have made another form of
+        # the weights, from what was there before they arrived.
+        mark_written([t for t in tensors(self._moe) if not t.is_inference()])
         if self._next == len(self._rounds):
-            self._moe._use_map(self._maps[-1][1], self._rounds[-1].after)
+            self._use_map(self._rounds[-1].after)
             self._end()
         else:
-            self._moe._use_map(self._maps[self._next][0], self._rounds[self._next].before)
+            self._use_map(self._rounds[self._next].before)
             self._enqueue(self._send)
         return self._begin_copies
 
     def _begin_copies(self) -> Callable[[], Any]:
         """Step 3."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._moe.layer.device))
         self._enqueue(self._receive)
         self._next += 1
         return self._begin_round
 
+    def _use_map(self, holds: list[int]) -> None:
+        self._moe._use_map(ExpertMap(torch.tensor(holds, dtype=torch.int64, device="cpu"),
+                                     self._moe.num_experts), holds)
+
     def _enqueue(self, copy: Callable[[], None]) -> None:
-        """Run copy() on the stream of the copies.  The next advance raises its error, on all ranks."""
+        """Run copy() on the stream of the copies, after what the current stream has.
+
+        The next advance raises its error, on all ranks.
+        """
         self._event = None
         stream, context = self._stream, contextlib.nullcontext()
         try:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(self._moe.layer.device))
             with context if stream is None else torch.cuda.stream(stream):
                 copy()
                 if stream is not None:
                     self._event = torch.cuda.Event()
                     self._event.record(stream)
+                    for t in tensors(self._moe):
+                        t.record_stream(stream)
         except Exception as error:
             self._error = error
+        self._seen = self._versions()
 
     def _send(self) -> None:
         local, rank = self._moe.layer.num_local_experts, self._moe.layer.rank
@@ -248,9 +293,6 @@ class ExpertMove:
     def _rooms_of_tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tensor of this rank's experts, the rooms for its rows)."""
         assert self._rooms is not None
-        if not self._rooms.fits(self._moe, 1):
-            raise RuntimeError("the experts have got or lost parameters or buffers since move_experts: the "
-                               "move has ended")
         return zip((as_bytes(t.detach()) for t in tensors(self._moe)), self._rooms.memory)
 
     @property
@@ -295,3 +337,26 @@ class Rooms:
         """Whether a move of a module fits, which may have got other tensors since."""
         return at_once <= self.at_once and [(t.shape[1:], t.dtype) for t in self.memory] == [
             (t.shape[1:], t.dtype) for t in map(as_bytes, tensors(moe))]
+
+
+def move_experts(moe: EPMoE, expert_map: ExpertMap | None, at_once: int) -> ExpertMove:
+    """Begin to move the experts of a module to the places of a map, while it works.  Collective."""
+    world = world_of(moe)
+    with together(world):
+        if integer("at_once", at_once) < 1:
+            raise ValueError(f"move_experts: at_once {at_once}: must be at least 1")
+        at_once = min(at_once, moe.layer.num_local_experts)
+        expert_map = check(moe, expert_map)
+        holds = expert_map.physical_to_logical_map.tolist()
+        rounds = rounds_of(moe._holds, holds, moe.layer.num_local_experts, at_once)
+    world._num_moves += 1
+    agree(moe, world, holds, at_once, world._num_moves)
+    if rounds and not (moe._rooms is not None and moe._rooms.fits(moe, at_once)):
+        if moe._rooms is not None:
+            moe._rooms.heap.close()
+            moe._rooms = None
+        moe._rooms = Rooms(moe, world, at_once)
+    with together(world):
+        move = ExpertMove(moe, rounds, moe._rooms, world._num_moves)
+    moe._move = None if move.is_done else move
+    return move

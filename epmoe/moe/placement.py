@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from ..a2a.base import together
-from ..comm.device import integer
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..errors import EpMismatch
 from ..torch_modes import writing
 from .lora import check_unmerged
-from .move import ExpertMove, Rooms, rounds_of
 from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
 
 if TYPE_CHECKING:
@@ -84,22 +82,21 @@ class ExpertMap:
                              f"for each layer")
         logical = p2l.tolist()
         num_experts = max(logical, default=-1) + 1 if num_experts is None else int(num_experts)
-        replicas: list[list[int]] = [[] for _ in range(num_experts)]
-        for p, e in enumerate(logical):
-            if not -1 <= e < num_experts:
-                raise ValueError(f"physical_to_logical_map: physical expert {p} holds expert {e}: must be -1 "
-                                 f"to {num_experts - 1}")
-            if e >= 0:
-                replicas[e].append(p)
-        if not replicas or not all(replicas):
-            missing = [e for e, of in enumerate(replicas) if not of]
+        wrong = next((p for p, e in enumerate(logical) if not -1 <= e < num_experts), None)
+        if wrong is not None:
+            raise ValueError(f"physical_to_logical_map: physical expert {wrong} holds expert "
+                             f"{logical[wrong]}: must be -1 to {num_experts - 1}")
+        missing = min(set(range(num_experts)) - set(logical), default=None)
+        if missing is not None or not num_experts:
             raise ValueError(f"physical_to_logical_map: no physical expert holds "
-                             f"{f'expert {missing[0]}' if missing else 'any expert'}")
-        most = len(logical) - num_experts + 1
-        rows = [of + [-1] * (most - len(of)) for of in replicas]
-        counts = [len(of) for of in replicas]
-        self._set(p2l.to(torch.int64, copy=True), torch.tensor(rows, device=p2l.device, dtype=torch.int64),
-                  torch.tensor(counts, device=p2l.device, dtype=torch.int64))
+                             f"{'any expert' if missing is None else f'expert {missing}'}")
+        held = torch.tensor(logical, dtype=torch.int64, device="cpu")
+        order = held.argsort(stable=True)[int((held < 0).sum()):]  # the places of expert 0, of expert 1, ..
+        counts = torch.bincount(held[order], minlength=num_experts)
+        number = torch.arange(len(order), device="cpu") - (counts.cumsum(0) - counts)[held[order]]
+        rows = held.new_full((num_experts, len(logical) - num_experts + 1), -1)
+        rows[held[order], number] = order
+        self._set(p2l.to(torch.int64, copy=True), rows.to(p2l.device), counts.to(p2l.device))
 
     def _set(self, physical_to_logical: Tensor, logical_to_physical: Tensor, counts: Tensor) -> None:
         self.num_experts, self.num_physical = len(counts), len(physical_to_logical)
@@ -232,11 +229,13 @@ class ExpertMap:
         return totals.index_add_(-1, held.clamp_min(0), counts * (held >= 0))
 
     def _copy_(self, other: ExpertMap) -> None:
-        """Take over a map of the same sizes, in place: captured CUDA graphs see it."""
+        """Take over a map of the same sizes, in place, for captured CUDA graphs.  The host does not wait."""
         tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
         with writing(tensors.values()):
             for name, t in tensors.items():
-                t.copy_(getattr(other, name))
+                source = getattr(other, name)
+                source = source.pin_memory() if t.is_cuda and not source.is_cuda else source
+                t.copy_(source, non_blocking=True)
 
     def __repr__(self) -> str:
         return (f"ExpertMap({self.num_experts} experts, {self.num_physical} physical, at most "
@@ -325,7 +324,7 @@ def check_still(moe: EPMoE, what: str) -> None:
                            f"move_experts has returned first")
 
 
-def _check(moe: EPMoE, expert_map: ExpertMap | None) -> ExpertMap:
+def check(moe: EPMoE, expert_map: ExpertMap | None) -> ExpertMap:
     """Return the map, that of the home for None, or raise for what this rank cannot do."""
     layer = moe.layer
     check_still(moe, "set_expert_map")
@@ -412,44 +411,24 @@ def _move(moe: EPMoE, world: World, sources: list[int], use_map: Callable[[], No
 
 def set_expert_map(moe: EPMoE, expert_map: ExpertMap | None) -> None:
     """Make a map that of a module, and move its weights.  Collective."""
-    world = _world_of(moe)
+    world = world_of(moe)
     with together(world):
-        expert_map = moe._placed(_check(moe, expert_map))
+        expert_map = moe._placed(check(moe, expert_map))
         holds = expert_map.physical_to_logical_map.tolist()
-    _agree(moe, world, holds)
+    agree(moe, world, holds)
     if holds != moe._holds:
         _move(moe, world, _sources(moe, holds), lambda: moe._use_map(expert_map, holds))
 
 
-def move_experts(moe: EPMoE, expert_map: ExpertMap | None, at_once: int) -> ExpertMove:
-    """Begin to move the experts of a module to the places of a map, while it works.  Collective."""
-    world = _world_of(moe)
-    with together(world):
-        if integer("at_once", at_once) < 1:
-            raise ValueError(f"move_experts: at_once {at_once}: must be at least 1")
-        expert_map = _check(moe, expert_map)
-        holds = expert_map.physical_to_logical_map.tolist()
-        rounds = rounds_of(moe._holds, holds, moe.layer.num_local_experts, at_once)
-    _agree(moe, world, holds, at_once)
-    if rounds and not (moe._rooms is not None and moe._rooms.fits(moe, at_once)):
-        if moe._rooms is not None:
-            rooms, moe._rooms = moe._rooms, None
-            rooms.heap.close()
-        moe._rooms = Rooms(moe, world, at_once)
-    with together(world):
-        move = ExpertMove(moe, expert_map, rounds, moe._rooms)
-    moe._move = None if move.is_done else move
-    return move
-
-
-def _world_of(moe: EPMoE) -> World:
+def world_of(moe: EPMoE) -> World:
+    """Return the ranks between which experts move."""
     if not isinstance(moe.layer.world, World):
         raise ValueError("experts move through symmetric memory, which the ranks of one node share, but this "
                          "module spans several nodes")
     return moe.layer.world
 
 
-def _agree(moe: EPMoE, world: World, *arguments: object) -> None:
+def agree(moe: EPMoE, world: World, *arguments: object) -> None:
     """Raise EpMismatch on all ranks, if they pass different arguments or modules.  Collective."""
     moved = [(p.shape, p.dtype) for p in tensors(moe)]
     digests = world.exchange(hashlib.sha256(repr((moe._holds, moved, arguments)).encode()).digest())

@@ -31,9 +31,13 @@ template <bool OPTIONS> __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1
     if (!ok && blockIdx.x == 0) invalidate_plan(p);
     if (OPTIONS && ok && p.host_counts && blockIdx.x == 0 && is_control_warp())
         write_host_counts(p, m, epoch);
+    if (ok && blockIdx.x == 0 && is_control_warp()) {
+        ep_count_waits(&p.comm, &waits);
+        ep_publish_waits(&p.comm);
+        ep_warp_sync();
+    }
     if (blockIdx.x == 0 && is_control_warp() && ep_lane() == 0)
         publish_to_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
-    if (ok && blockIdx.x == 0 && is_control_warp()) ep_count_waits(&p.comm, &waits);
     if (ok && is_control_warp()) write_tables(p, m, v);
     if (ok && !is_control_warp()) {
         const int32_t *scatter = p.scatter_indices;

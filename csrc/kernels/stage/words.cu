@@ -16,6 +16,7 @@ __global__ void enter_kernel(const __grid_constant__ EpComm c, uint32_t op) {
         ep_enter(&c, &h, epoch);
         EpWaits waits;
         if (ep_enter_await(&c, op, epoch, true, &waits)) ep_count_waits(&c, &waits);
+        ep_publish_waits(&c);
     }
     if (ep_lane() == 0) ep_leave(&c, 1, epoch);
 }
