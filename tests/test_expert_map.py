@@ -68,6 +68,9 @@ def test_expert_map_compiles():
         assert torch.equal(compiled(idx), m.physical(idx))
 
 
+HOME = epmoe.ExpertMap.home(2, 2)
+
+
 @pytest.mark.parametrize("wrong, kind, text", [
     (lambda: epmoe.ExpertMap([0, 1]), TypeError, "wanted a tensor of integers, got list"),
     (lambda: epmoe.ExpertMap(torch.ones(2)), TypeError, "got torch.float32"),
@@ -82,6 +85,10 @@ def test_expert_map_compiles():
     (lambda: epmoe.balance_experts([1, -1], 2), ValueError, "finite and not negative"),
     (lambda: epmoe.balance_experts([1, torch.nan], 2), ValueError, "finite and not negative"),
     (lambda: epmoe.balance_experts([1, 1], 2, 3), ValueError, "num_physical 3"),
+    (lambda: epmoe.balance_experts([1, 1], 2, current=[0, 1]), TypeError, "wanted an ExpertMap"),
+    (lambda: epmoe.balance_experts([1, 1, 1], 2, current=HOME), ValueError, "current has 2 experts"),
+    (lambda: epmoe.balance_experts([1, 1], 2, 6, current=HOME), ValueError, "must be 2 and 6"),
+    (lambda: epmoe.balance_experts([1, 1], 4, current=HOME), ValueError, "num_physical 2"),
     (lambda: epmoe.ExpertMap.home(2, 1).physical(torch.ones(2, 2)), TypeError, "int32 or int64"),
     (lambda: epmoe.ExpertMap.home(2, 1).physical(torch.tensor([1])), ValueError, r"shape \[T, K\]"),
     (lambda: epmoe.ExpertMap.home(2, 1).logical_counts(torch.ones(3)), ValueError, r"wanted shape \[.., 2\]"),
@@ -96,7 +103,7 @@ def test_expert_map_mistakes(wrong, kind, text):
 
 
 def load_of_ranks(m, load, size):
-    share = load.double() / m.logical_count
+    share = torch.nn.functional.pad(load.double() / m.logical_count, (0, 1))  # the last one for -1
     return share[m.physical_to_logical_map].view(size, -1).sum(1)
 
 
@@ -121,6 +128,46 @@ def test_expert_map_balance_replicates_the_busiest():
         best = min(max(n / c for n, c in zip(load.tolist(), counts))
                    for counts in itertools.product(range(1, 7), repeat=4) if sum(counts) == 9)
         assert (load / m.logical_count).max().item() == best
+
+
+def num_changes(a, b):
+    return int((a.physical_to_logical_map != b.physical_to_logical_map).sum())
+
+
+@pytest.mark.parametrize("size", (1, 2, 4, 8))
+@pytest.mark.parametrize("seed", range(4))
+def test_expert_map_balance_from_a_map_moves_few(size, seed):
+    """Nearly as even as without it, with a fraction of the changes; and nothing moves twice."""
+    g = generator(seed, size)
+    num, spare = 32 * size, 2 * size
+    load = torch.rand(num, generator=g) ** -0.7
+    start = epmoe.ExpertMap.home(num, size, num + spare)
+    m = epmoe.balance_experts(load, size, current=start)
+    best = epmoe.balance_experts(load, size, num + spare)
+    before, after, least = (float(load_of_ranks(x, load, size).max()) for x in (start, m, best))
+    assert after <= 1.08 * least and after <= before
+    assert m.physical_to_logical_map.device.type == "cpu" and m.num_physical == num + spare
+    assert num_changes(start, m) <= num // 4 < num_changes(start, best) or size == 1
+    assert num_changes(m, epmoe.balance_experts(load, size, current=m)) == 0
+    drifted = load * (0.8 + 0.4 * torch.rand(num, generator=g))
+    then = epmoe.balance_experts(drifted, size, current=m)
+    assert num_changes(m, then) <= num // 8
+    assert load_of_ranks(then, drifted, size).max() <= load_of_ranks(m, drifted, size).max()
+
+
+def test_expert_map_balance_from_a_map_small():
+    """A busy expert gets the empty places, and the place of a replica that has less to do."""
+    start = epmoe.ExpertMap(torch.tensor([0, 1, -1, 2, 3, -1]))
+    assert epmoe.balance_experts([90, 1, 1, 1], 2, current=start).logical_count.tolist()[0] >= 2
+    assert num_changes(start, epmoe.balance_experts([0, 0, 0, 0], 2, current=start)) == 0
+    assert num_changes(start, epmoe.balance_experts([2, 2, 2, 2], 2, current=start)) == 0
+    start = epmoe.ExpertMap(torch.tensor([0, 0, 1, 2]))
+    found = epmoe.balance_experts([1, 1, 30], 2, current=start)
+    assert found.logical_count.tolist() == [1, 1, 2] and num_changes(start, found) == 1
+    full = epmoe.ExpertMap(torch.tensor([0, 1, 2, 3]))  # no replica: experts can only change places
+    found = epmoe.balance_experts([9, 9, 1, 1], 2, current=full)
+    assert num_changes(full, found) == 2
+    assert load_of_ranks(found, torch.tensor([9, 9, 1, 1]), 2).tolist() == [10, 10]
 
 
 def test_expert_map_balance_without_a_load():
