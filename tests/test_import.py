@@ -24,14 +24,16 @@ def run(*command):
 
 
 def test_import_is_quick():
-    """`import epmoe` takes less than 0.3 s of CPU time after torch. The best of five runs counts, because the
-    machine may be busy.
+    """`import epmoe` takes less than a fifth of the CPU time of `import torch` before it: 0.13 to 0.17.
+
+    The best of five runs counts, because the machine may be busy.
     """
-    script = "import time, torch; t = time.process_time(); import epmoe; print(time.process_time() - t)"
-    seconds = []
-    while len(seconds) < 5 and (not seconds or min(seconds) > 0.3):
-        seconds.append(float(run(sys.executable, "-c", script).stdout))
-    assert min(seconds) < 0.3, f"import epmoe took {seconds} s beyond torch"
+    script = ("import time; start = time.process_time(); import torch; half = time.process_time(); "
+              "import epmoe; print((time.process_time() - half) / (half - start))")
+    shares = []
+    while len(shares) < 5 and (not shares or min(shares) > 0.2):
+        shares.append(float(run(sys.executable, "-c", script).stdout))
+    assert min(shares) < 0.2, f"import epmoe took these shares of the time of import torch: {shares}"
 
 
 def test_import_does_not_import_the_compiler():
