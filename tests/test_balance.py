@@ -113,6 +113,8 @@ def even(world, device):
         forward(moe, 1, hot)
         layout = moe.last_layout
         layouts.append((layout.num_rows, layout.helps))
+        slots = [slot for _, slot, _ in layout._helps.list] if layout.helps else []
+        assert slots == sorted(slots)  # the order in which gradients are added
     moe.finalize()
     return layouts
 
@@ -550,6 +552,7 @@ def other_mistakes(world, device):
                                            balance=epmoe.Balance(slots=3))),
               outcome(lambda: epmoe.EPMoE(HIDDEN, 64, 8, K, world, layer=moe.layer, device=device,
                                            balance=BALANCE))]
+    errors.append(outcome(lambda: make(world, device, layer=moe.layer)))  # experts of the same size
     moe.finalize()
     errors.append(outcome(lambda: epmoe.EPMoE(128, 128, 8, K, world, weight_dtype=torch.float8_e4m3fn,
                                               balance="auto", device=device)))
@@ -562,9 +565,10 @@ def test_other_mistakes(ranks):
         assert errors[0].kind == "RuntimeError" and "each call chooses" in errors[0].text
         assert errors[1].kind == "ValueError"
         assert errors[2].kind == "ValueError" and "experts are larger" in errors[2].text
-        assert errors[3].kind == "ValueError" and "got FP8" in errors[3].text
+        assert errors[3].kind == "nothing", errors[3]
+        assert errors[4].kind == "ValueError" and "got FP8" in errors[4].text
         if ranks.size() > 1:
-            assert errors[4].kind == "EpMismatch"
+            assert errors[5].kind == "EpMismatch"
 
 
 @pytest.mark.parametrize("wrong, kind", [
