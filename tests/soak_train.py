@@ -21,6 +21,15 @@ from epmoe.testing import routing
 from soak_fused import delay_sometimes, inputs_of, main, make_batch
 
 
+def train_step(moe, x, idx, weight, dy, r, device):
+    """(y, dx, the gradient of weight, those of the parameters), of a rank that is late sometimes."""
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    with poisoned():
+        y = moe(leaves[0], idx, leaves[1])
+        delay_sometimes(r, device)
+        return y, *torch.autograd.grad(y, [*leaves, *moe.parameters()], dy)
+
+
 def run_balanced(world, device, seed, number, num_steps):
     """The number of steps with a wrong result, of a module in which ranks help each other."""
     options, inner, patterns, activation, *_ = make_batch(seed, number, world.size, device.type == "cuda")
@@ -47,15 +56,10 @@ def run_balanced(world, device, seed, number, num_steps):
 
     def step(i, moe=moe):
         """([y, dx, dw], the gradients of this rank's experts), as bits and as numbers."""
-        x, idx, weight = inputs[i]
-        leaves = [t.detach().requires_grad_() for t in (x, weight)]
-        with poisoned():
-            y = moe(leaves[0], idx, leaves[1])
-            delay_sometimes(r, device)
-            grads = torch.autograd.grad(y, [*leaves, *moe.parameters()], dys[i])
-        slots = [grad[held.stop:].any() for grad in grads[2:]]
-        of_experts = [grad[held] for grad in grads[2:]]
-        return [t.detach().view(torch.int16) for t in (y, *grads[:2])], of_experts, slots
+        found = train_step(moe, *inputs[i], dys[i], r, device)
+        slots = [grad[held.stop:].any() for grad in found[3:]]
+        of_experts = [grad[held] for grad in found[3:]]
+        return [t.detach().view(torch.int16) for t in found[:3]], of_experts, slots
 
     wanted, first_of = [step(i, plain) for i in range(4)], {}
     plain.layer.synchronize()
@@ -99,13 +103,8 @@ def run_batch(world, device, seed, number, num_steps, graph, compute="16 bits", 
 
         def step(i, moe=moe):
             """[y, dx, dw, the gradients of the parameters] as bits."""
-            x, idx, weight = inputs[i]
-            leaves = [t.detach().requires_grad_() for t in (x, weight)]
-            with poisoned():
-                y = moe(leaves[0], idx, leaves[1])
-                delay_sometimes(r, device)
-                grads = torch.autograd.grad(y, [*leaves, *moe.parameters()], dys[i])
-            return [t.detach().view(torch.int16) for t in (y, *grads)]
+            found = train_step(moe, *inputs[i], dys[i], r, device)
+            return [t.detach().view(torch.int16) for t in found]
 
         wanted = [step(i, stages) for i in range(4)]
         plain.synchronize()

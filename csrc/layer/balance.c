@@ -23,7 +23,6 @@ int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const E
     EpMoveChoicesParams *moves = &l->moves[buffer];
     int32_t choices[EP_MAX_EXPERTS];
     EpHelps helps;
-    moves->num = 0;
     EP_TRY(ep_layer_rows_locked(l, buffer, plan, stream, num_rows));
     const EpComm *c = &l->buffers[buffer].comm;
     const uint32_t L = ep_num_local_experts(&c->shape), first = c->my_rank * L;

@@ -1,7 +1,7 @@
 /* layer_ops.c - run the operations of a layer, and ask for the rows of a plan.
  *
- * Exports ep_layer_run, ep_layer_num_rows, ep_layer_expert_rows, ep_layer_waited
- * and ep_layer_trace.
+ * Exports ep_layer_run, ep_layer_num_rows, ep_layer_expert_rows, ep_layer_waited and
+ * ep_layer_trace.
  * Invariant: an argument that this rank cannot accept never leaves the other ranks waiting. After a failed
  * check, this rank still enters the operation with its code in the header (ep_layer_fail). The operation is
  * then void on every rank, every rank raises an error, and the layer can be used again. */
@@ -115,8 +115,9 @@ int ep_layer_waited(EpLayer *l, uint64_t *ns, uint32_t *num_ranks) {
     memset(ns, 0, W * sizeof *ns);
     for (uint32_t b = 0; b < l->config.num_buffers; b++) {
         EP_TRY(ep_layer_lock(l, b));
-        const uint64_t *waited = l->closed ? b ? NULL : l->waited_ns : l->buffers[b].comm.host->waited_ns;
-        for (uint32_t r = 0; waited && r < W; r++) ns[r] += ep_ld_relaxed_sys_u64(&waited[r]);
+        for (uint32_t r = 0; r < W; r++)
+            if (l->closed) ns[r] = l->waited_ns[r]; /* of all buffers */
+            else ns[r] += ep_ld_relaxed_sys_u64(&l->buffers[b].comm.host->waited_ns[r]);
         ep_layer_unlock(l, b, 0);
     }
     return 0;

@@ -83,7 +83,7 @@ static inline void ep_find_helps(const EpShape *s, const EpBalance *b, int32_t *
 }
 
 /* The balance_key of all ranks in a plan that all have entered, or 0 if it is not equal. A rank's key says
- * which gradients of its weights it will send home. It is 0 where a rank cannot help, for example because a
+ * of which weights it will have gradients. It is 0 where a rank cannot help, for example because a
  * compiler or a profiler must see its operations. */
 EP_FN uint32_t ep_agreed_balance_key(const EpComm *c, uint64_t epoch) {
     const uint32_t key = ep_header(c, c->my_rank, 0, epoch)->balance_key;

@@ -11,8 +11,8 @@ The last physical experts of each rank are helper slots.  They hold no expert of
 4. Dispatch, products and combine run as in any call.  They know nothing of helps.
 
 Backward: another forward, or the caller, may have changed the slots since, so the weights travel again
-(restore).  The gradients of the slots then go home: each helper copies them into its staging, and after a
-barrier the experts' ranks add them to their own, in the order of the slots.
+(restore).  The gradients of the slots then return to the experts: each helper copies them into its staging,
+and after a barrier the experts' ranks add them to their own, in the order of the slots.
 
 Ranks help each other only where all can.  One that must show its operations to a profiler or a compiler
 cannot, nor can one that will have gradients of other weights than the rest.  A number in the headers of the
@@ -249,8 +249,8 @@ class Balancer:
         with reporting(layer, _C.OP_DISPATCH, buffer, plan):
             self._receive(layer, helps, weights)
 
-    def send_home(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
-                  grads: Sequence[Tensor | None], weights: Weights) -> None:
+    def return_gradients(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
+                         grads: Sequence[Tensor | None], weights: Weights) -> None:
         """Add the gradients of the helper slots to those of the experts, and set them to zero.  Collective.
 
         grads: [L, ..], of each weight: those of this backward, or main_grad, to which it has added them.  A

@@ -385,18 +385,18 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             dx, d_weight, _ = backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
                                           None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
                                           ctx.num_tokens)
-    sends_home = helps is not None and any(helps.wanted)
-    with reporting(layer, _C.OP_BARRIER, ctx.buffer, plan) if sends_home else contextlib.nullcontext():
+    returns_gradients = helps is not None and any(helps.wanted)
+    with reporting(layer, _C.OP_BARRIER, ctx.buffer, plan) if returns_gradients else contextlib.nullcontext():
         if of_gate_up and gives_up:
             d_gate_up = gradient_of(deferred_up, d_h, rows, offsets)
         if of_gate_up_bias:
             d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
         at_up, at_down = d_gate_up, d_down
-        if sends_home:
+        if returns_gradients:
             at_up, at_down = gradient_at(deferred_up, d_gate_up), gradient_at(deferred_down, d_down)
-    if sends_home:
-        ctx.balancer.send_home(layer, ctx.buffer, plan, helps, (at_up, d_gate_up_bias, at_down, d_down_bias),
-                               parameters)
+    if returns_gradients:
+        ctx.balancer.return_gradients(layer, ctx.buffer, plan, helps,
+                                      (at_up, d_gate_up_bias, at_down, d_down_bias), parameters)
     of_parameters = d_gate_up, d_gate_up_bias, d_down, d_down_bias
     return (dx if of_x else None, d_weight if of_weight else None,
             *(grad if is_needed else None for grad, is_needed in zip(of_parameters, needed[2:])))

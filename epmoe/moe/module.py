@@ -481,7 +481,7 @@ class EPMoE(nn.Module):
         layer.is_of_module = True
         self.expert_map = None
         self._balancer = None if self.balance is None else balancing.Balancer(
-            self.balance, layer, self._weight_gradients is not None)
+            self.balance, layer, self._fuses_gradients)
         home = self._placed(ExpertMap.home(self.num_experts, layer.world_size, layer.num_experts))
         self._home = home.physical_to_logical_map.tolist()
         self._use_map(home, self._home)
@@ -1046,7 +1046,7 @@ class EPMoE(nn.Module):
         module until it returns True.  Until then each expert has a place, and results stay as they are.  A
         place that gets another expert has no tokens meanwhile, so its other replicas have more.
 
-        Copies are made on a stream of their own, by copy engines.  They need symmetric memory for at_once
+        Copies are made on a stream of their own.  They need symmetric memory for at_once
         experts of each rank, which the module keeps until finalize.  P must be larger than E, or a map that
         exchanges experts has no place for the first of them.
 

@@ -1,7 +1,8 @@
 """move_experts of EPMoE: the experts go to the places of another map while the module serves calls.
 
-A move has rounds (rounds_of).  In a round some physical experts, the targets, get other weights.  Each
-logical expert keeps a place that is no target, so the module can always serve all of them.  Steps of a round:
+A place is a physical expert.  A move has rounds (rounds_of).  In a round some places, the targets, get other
+weights.  Each logical expert keeps a place that is no target, so the module can always serve all of them.
+Steps of a round:
 
 1. The map without the targets is used: from now on no token goes to them.
 2. The ranks that have the weights copy them to the ranks of the targets, into symmetric memory (put).
@@ -34,13 +35,12 @@ from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..errors import EpMismatch
 from ..torch_modes import mark_written, writing
-from .placement import ExpertMap, agree, check, world_of
+from .placement import ALIGNMENT, ExpertMap, agree, check, world_of
 from .shards import as_bytes, tensors
 
 if TYPE_CHECKING:
     from .module import EPMoE
 
-_ALIGNMENT = 256  # bytes, of the weights in symmetric memory
 _STATE = struct.Struct("<IIB")  # number of the move, its steps so far, whether a rank's copies are done
 
 
@@ -135,7 +135,7 @@ class ExpertMove:
         """Do what can be done without waiting for copies.  Collective.
 
         All ranks call it between the same two calls of the module, on the stream of these calls.  A round of
-        the move takes at least two calls.  The host exchanges a byte with the other ranks.
+        the move takes at least two calls.  The host exchanges a few bytes with the other ranks.
 
         Returns:
             Whether the module has the map.  After that, advance does nothing, and is not collective.
@@ -319,11 +319,11 @@ class Rooms:
 
     def __init__(self, moe: EPMoE, world: World, at_once: int) -> None:
         of_experts = [as_bytes(t.detach()) for t in tensors(moe)]
-        num_bytes = sum(at_once * t[0].numel() * t.element_size() + _ALIGNMENT for t in of_experts)
+        num_bytes = sum(at_once * t[0].numel() * t.element_size() + ALIGNMENT for t in of_experts)
         self.at_once = at_once
         self.heap = SymmetricHeap(world, num_bytes, moe.layer.device)
         try:
-            self.memory = [self.heap.malloc_symmetric((at_once, *t.shape[1:]), t.dtype, _ALIGNMENT)
+            self.memory = [self.heap.malloc_symmetric((at_once, *t.shape[1:]), t.dtype, ALIGNMENT)
                            for t in of_experts]
         except BaseException:
             with contextlib.suppress(Exception):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .module import EPMoE
 
 __all__ = ["ExpertMap", "balance_experts"]
-_ALIGNMENT = 256  # of the weights in symmetric memory
+ALIGNMENT = 256  # of the weights in symmetric memory
 
 
 class ExpertMap:
@@ -471,10 +471,10 @@ def _move(moe: EPMoE, world: World, sources: list[int], use_map: Callable[[], No
     """
     layer, params = moe.layer, [as_bytes(p.detach()) for p in tensors(moe)]
     num = layer.num_local_experts
-    num_bytes = sum(p.numel() * p.element_size() + _ALIGNMENT for p in params)
+    num_bytes = sum(p.numel() * p.element_size() + ALIGNMENT for p in params)
     heap = SymmetricHeap(world, num_bytes, layer.device)
     try:
-        before = [heap.malloc_symmetric(p.shape, p.dtype, _ALIGNMENT) for p in params]
+        before = [heap.malloc_symmetric(p.shape, p.dtype, ALIGNMENT) for p in params]
         with together(world):
             for p, old in zip(params, before):
                 old.copy_(p)

@@ -1,4 +1,4 @@
-"""Statistics of an EPMoE, for people and for balance_experts: who has many rows, and who is late.
+"""Statistics of an EPMoE, for people and for balance_experts: rows of experts, and waiting times.
 
 Each rank adds up the rows of its own experts in a tensor on the device, which stays where it is: CUDA graphs
 add to it, too.  The operations of the layer add up how long they waited for each rank, in memory that the

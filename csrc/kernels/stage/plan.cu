@@ -34,7 +34,7 @@ template <bool OPTIONS> __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1
     if (ok && blockIdx.x == 0 && is_control_warp()) {
         ep_count_waits(&p.comm, &waits);
         ep_publish_waits(&p.comm);
-        ep_warp_sync();
+        ep_warp_sync(); /* who sees the result of the plan sees its waiting times */
     }
     if (blockIdx.x == 0 && is_control_warp() && ep_lane() == 0)
         publish_to_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
