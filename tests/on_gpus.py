@@ -52,14 +52,17 @@ ATOMIC = (r"Race reported between Write access at ep_st_re(?:laxed|lease)_shared
 CHAOS = ROOT / "build" / "chaos" / "lib"
 MPS = "nvidia-cuda-mps-control"
 
-# The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
+# The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU. A file
+# is in the part that names the first word of its name, else in "rest".
 PARTS = {
-    "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "four", "build", "env", "bench", "fuzz",
-             "soak", "import", "install", "limits"),
-    "layer": ("layer", "moe", "numerics", "examples", "integrations", "expert", "shards", "tuning"),
+    "gemm": ("gemm", "four"),
+    "moe": ("moe", "numerics", "balance"),
+    "layer": ("layer", "examples", "integrations", "expert", "experts", "shards", "tuning", "activation"),
     "errors": ("errors", "written"),
-    "fused": ("fused", "low", "fp8", "activation", "experts"),
+    "fused": ("fused", "low", "fp8"),
+    "fuzz": ("fuzz", "soak", "stages"),
     "nodes": ("nodes",),
+    "rest": (),
 }
 RANKS_MOST = 4  # of a step on one GPU
 PARALLEL = 8  # the most steps that run beside each other
@@ -84,8 +87,9 @@ def torchrun(n, *command):
 
 
 def files(part):
+    part_of = {word: name for name, words in PARTS.items() for word in words}
     return [f"tests/{p.name}" for p in sorted((ROOT / "tests").glob("test_*.py"))
-            if p.stem.split("_")[1] in PARTS[part]]
+            if part_of.get(p.stem.split("_")[1], "rest") == part]
 
 
 def tests(sizes, num_gpus):
@@ -100,7 +104,7 @@ def tests(sizes, num_gpus):
             gpus = ",".join(str((at + i) % num_gpus) for i in range(num_gpus))
             # A rank counts only the ranks of its node, so under MPS the kernels of two nodes would not fit.
             command = torchrun(n, "-m", "pytest", "-q", "-rsfE", "--tb=short", *files(part))
-            yield Step(f"tests-{n}-{part}", command, LONGEST_S, "passed",
+            yield Step(f"tests-{n}-{part}", command, LONGEST_S, "GPU (",
                        {} if are_chosen else {"CUDA_VISIBLE_DEVICES": gpus},
                        mps=has_mps and n > 1 and part != "nodes", alone=is_shared and not has_mps)
 
@@ -206,7 +210,10 @@ def mps_server():
         env = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         subprocess.run([MPS, "-d"], env=os.environ | env, check=True)
         try:
-            yield env
+            # The server gives numbers from 0 on to the GPUs that it sees.
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            yield env if seen is None else env | {
+                "CUDA_VISIBLE_DEVICES": ",".join(str(i) for i in range(len(seen.split(","))))}
         finally:
             subprocess.run([MPS], input="quit\n", text=True, env=os.environ | env, check=False)
 
@@ -280,7 +287,7 @@ def run_all(chosen, out, seconds):
 
     for alone, group in itertools.groupby(chosen, key=lambda s: s.alone):
         # a rank keeps a core busy
-        parallel = 1 if alone else min(PARALLEL, max(1, (os.cpu_count() or 1) // RANKS_MOST))
+        parallel = 1 if alone else min(PARALLEL, max(1, len(os.sched_getaffinity(0)) // RANKS_MOST))
         with concurrent.futures.ThreadPoolExecutor(parallel) as pool:
             results += pool.map(run_one, group)
     return results

@@ -407,7 +407,7 @@ def counted(world, device):
     with torch.no_grad():
         for step in range(2):
             moe(*batch(moe, step))
-    helps = moe.last_layout.helps
+    helps = moe.last_layout.helps if world.size > 1 else ()
     found = moe.stats()
     want = torch.zeros(8, dtype=torch.int64)
     for step in range(2):
@@ -434,7 +434,7 @@ def raises_together(world, device):
     bad = idx.clone()
     if world.rank == 0:
         bad[1, 1] = 99
-    errors = [outcome(lambda: moe(x, bad, weights))]
+    errors = [outcome(lambda: moe(x, bad, weights), moe.layer)]
     world.exchange(b"1")
     last = world.size - 1
 
@@ -444,14 +444,14 @@ def raises_together(world, device):
     for name in ("_send", "_receive"):
         if world.rank == last:
             setattr(moe._balancer, name, broken)
-        errors.append(outcome(lambda: moe(x, idx, weights)))
+        errors.append(outcome(lambda: moe(x, idx, weights), moe.layer))
         if world.rank == last:
             delattr(moe._balancer, name)
         world.exchange(b"2")
     one, two = forward(moe, 0), forward(moe, 1, (6, 7))
     if world.rank == last:
         moe._balancer._send = broken
-    errors.append(outcome(lambda: one[0].sum().backward()))
+    errors.append(outcome(lambda: one[0].sum().backward(), moe.layer))
     if world.rank == last:
         del moe._balancer._send
     world.exchange(b"3")
@@ -495,7 +495,7 @@ def fails_late(world, device, how):
         moe.gate_up_proj.main_grad = None
     if is_last and how == "lost":
         moe._balancer._receive = broken
-    errors = [outcome(lambda: one[0].sum().backward(retain_graph=True))]
+    errors = [outcome(lambda: one[0].sum().backward(retain_graph=True), moe.layer)]
     if is_last and how == "main_grad":
         moe.gate_up_proj.main_grad = torch.zeros_like(moe.gate_up_proj)
     if is_last and how == "lost":

@@ -6,6 +6,8 @@ import pytest
 
 import endurance
 
+pytestmark = pytest.mark.cpu_only
+
 FAILS = [sys.executable, "-c", "print('7 numbers, no difference'); raise SystemExit(3)"]
 WORKS = [sys.executable, "-c", "import sys; print(sys.argv[2] + ' numbers, no difference', sys.argv[3:])"]
 

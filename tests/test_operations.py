@@ -54,6 +54,7 @@ def test_operations_have_their_tensors_in_the_operators_of_torch(name):
     assert len(schema.returns) <= sum(kind in OUTPUTS for kind in kinds.values())
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
 def test_operations_count_their_arguments(name):
     run, num = getattr(_C, f"layer_{name}"), len(ARGUMENTS[name])
