@@ -65,15 +65,16 @@ def load(folder, world, device, weight_dtype):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
     shared = dict(ep_group=world, max_tokens=MAX_TOKENS, device=device, rank_invariant=True)
     for block in model.model.layers:
+        activation = epmoe.GptOss(limit=getattr(config, "swiglu_limit", 7.0))  # not all versions have it
         moe = epmoe.EPMoE(config.hidden_size, config.intermediate_size, config.num_local_experts,
-                          config.num_experts_per_tok, activation=epmoe.GptOss(limit=config.swiglu_limit),
+                          config.num_experts_per_tok, activation=activation,
                           dtype=DTYPE, bias=True, weight_dtype=weight_dtype, **shared)
         block.mlp.experts = moe
         shared = dict(layer=moe.layer, rank_invariant=True)  # the layers share their communication
     num = -(-config.num_local_experts // world.size)
     own = slice(world.rank * num, (world.rank + 1) * num)
     with safe_open(f"{folder}/model.safetensors", "pt") as file:
-        state = {key: file.get_slice(key)[own] if ".experts." in key else file.get_tensor(key).to(device)
+        state = {key: (file.get_slice(key)[own] if ".experts." in key else file.get_tensor(key)).to(device)
                  for key in file.keys()}
     if weight_dtype is None:
         state = in_16_bits(state)
