@@ -15,10 +15,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import epmoe
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
 from . import (a2a, ablation, decode, decode_w4, features, gemm, gemm_fp8, growth, host, layer, layer_fp8,
-               layer_w4, lora, nodes, overlap, report, scale, side, sm, tokens, train, transformers, worklog)
+               layer_w4, lora, nodes, numerics, overlap, report, scale, side, sm, tokens, train, transformers,
+               worklog)
 from .run import Run
 from .shapes import KNOWN_SHAPES
 
@@ -37,6 +39,7 @@ BENCHES = {
     "decode": (decode, "low-latency dispatch and combine by T, their halves, and a decode layer"),
     "train": (train, "a training step: forward, backward, memory, compared with torch's layer and products"),
     "lora": (lora, "LoRA: a training step, several adapters, decoding, beside full training, torch and peft"),
+    "numerics": (numerics, "what rank_invariant costs: a training step, the forward, decode layers"),
     "transformers": (transformers, "experts of transformers in one process, by each experts_implementation"),
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
@@ -101,8 +104,9 @@ def parse(argv):
         s.add_argument("--skew", type=skews, metavar="S,S,...",
                        help="a2a, layer, train, decode: measure also routings whose fullest rank has S times "
                             "the mean number of rows, and their time over that of the uniform routing")
-        s.add_argument("--balance", action="store_true",
-                       help="train: also EPMoE with balance; with --skew it shows what the help brings")
+        s.add_argument("--balance", type=positive, nargs="?", const=epmoe.Balance().slots, metavar="SLOTS",
+                       help="train: also EPMoE with balance, with so many helper slots (default: "
+                            f"{epmoe.Balance().slots}); with --skew it shows what the help brings")
         s.add_argument("--local-ranks", type=positive, metavar="L",
                        help="nodes: the ranks of a node (default: half of the ranks)")
         s.add_argument("--fp8", action="store_true",

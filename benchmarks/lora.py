@@ -11,8 +11,10 @@ Steps alternate in rounds.  A step's results and gradients are compared with tho
 anything is timed; those of N adapters with the adapters one after the other.  Each rank has all E / W experts
 of its own, and one rank alone has all E.
 
-peak bytes, on a GPU: the most that a step allocates with torch, with all gradients; without the symmetric
-memory.  kept bytes: what the forward leaves for the backward.
+with AdamW: forward, backward and the step of a fused AdamW over what is trained.
+
+peak bytes, on a GPU: the most that a step allocates with torch, with all gradients, and with AdamW its two
+moments; without the symmetric memory.  kept bytes: what the forward leaves for the backward.
 """
 
 import functools
@@ -135,6 +137,25 @@ def add_peft(run, shape, steps, inputs, dy, moe, want):
 # ---- a training step ----
 
 
+class WithAdamW(Step):
+    """A Step whose backward also trains: the step of AdamW."""
+
+    @classmethod
+    def of(cls, step):
+        found = cls(step.call, step.x, step.weight, step.dy, step.parameters, step.frozen)
+        found.optimizer = torch.optim.AdamW(step.parameters, lr=1e-6, fused=step.x.device.type == "cuda")
+        return found
+
+    def backward(self, y):
+        super().backward(y)
+        self.optimizer.step()
+
+    def moments(self):
+        """The bytes of the moments, which the first step has made."""
+        return sum(t.numel() * t.element_size() for state in self.optimizer.state.values()
+                   for t in state.values() if t.dim())
+
+
 def measure_step(run, shape, layer, inputs):
     x, idx, weight = inputs
     dy = torch.randn_like(x)
@@ -152,23 +173,34 @@ def measure_step(run, shape, layer, inputs):
     add_peft(run, shape, steps, inputs, dy, moe, want)
     del want
     sizes = {name: memory(run, step) for name, step in steps.items()}
+    for name in ("epmoe", "epmoe LoRA"):
+        steps[f"{name} with AdamW"] = trains = WithAdamW.of(steps[name])
+        trains.backward(trains.forward())  # makes the moments
+        trains.clear()
+        if run.on_gpu:
+            peak = memory(run, trains)["peak"] + trains.moments()
+            sizes[f"{name} with AdamW"] = {"peak": peak}
     steps["epmoe inference"], steps["epmoe LoRA inference"] = (Inference(steps[n]) for n in
                                                                ("epmoe", "epmoe LoRA"))
     ms = alternate(run, steps)
     for what in ("forward", "backward", "both"):
-        for name in (n for n in steps if not n.endswith("inference")):
+        for name in (n for n in steps if not n.endswith(("inference", "AdamW"))):
             over = None
             if name == "epmoe LoRA":
                 over = {n: ms[n][what] for n in ("epmoe", "torch LoRA", "peft") if n in ms}
             run.record("lora", shape, f"{name} {what}", ms[name][what], over=over)
+    for name in ("epmoe with AdamW", "epmoe LoRA with AdamW"):
+        over = {"epmoe": ms["epmoe with AdamW"]["both"]} if "LoRA" in name else None
+        run.record("lora", shape, name, ms[name]["both"], over=over)
     for name in ("epmoe inference", "epmoe LoRA inference"):
         over = {"epmoe": ms["epmoe inference"]["forward"]} if "LoRA" in name else None
         run.record("lora", shape, name, ms[name]["forward"], over=over)
     for what in sizes["epmoe"]:
-        for name, found in sizes.items():
+        for name, found in ((n, s) for n, s in sizes.items() if what in s):
             num_bytes = slowest(run.cpu_group, float(found[what]))
-            ratio = num_bytes / max(1.0, slowest(run.cpu_group, float(sizes["epmoe"][what])))
-            text = f"{num_bytes / 1e6:.5g} MB" + ("" if name == "epmoe" else f"  {ratio:.2f} epmoe")
+            full = "epmoe with AdamW" if "AdamW" in name else "epmoe"
+            ratio = num_bytes / max(1.0, slowest(run.cpu_group, float(sizes[full][what])))
+            text = f"{num_bytes / 1e6:.5g} MB" + ("" if name == full else f"  {ratio:.2f} {full}")
             run.record("lora", shape, f"{name} {what} bytes", rate=text, num_bytes=int(num_bytes),
                        bytes_over_full=round(ratio, 4))
 

@@ -5,7 +5,7 @@ epmoe stages    one after the other, each a kernel of its own (fused=False)
 torch           sort, all_to_all_single, torch._grouped_mm, compiled SwiGLU, index_add
 torch products  torch's grouped GEMMs alone on the same rows: two forward, four backward
 Liger           its megakernel, where liger_cute_kernels can be imported
-epmoe balanced  with --balance: EPMoE(balance="auto"), in which ranks with few rows help the others
+epmoe balanced  with --balance: EPMoE(balance=..), in which ranks with few rows help the others
 epmoe FP8       with --fp8: EPMoE(compute_dtype=torch.float8_e4m3fn); its errors are shown
 torch FP8 products  with --fp8: torch._scaled_grouped_mm alone on rows that are quantised already, with a
                 scale for each row and each column of the weights: two forward, four backward
@@ -212,7 +212,8 @@ class BalancedStep(Step):
         """Return (the step, its EPMoE).  parameters: those of the experts.  Collective."""
         x, idx, weight = inputs
         moe = epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, run.world, dtype=x.dtype,
-                          device=run.device, max_tokens=shape.tokens, num_sm=run.num_sm, balance="auto")
+                          device=run.device, max_tokens=shape.tokens, num_sm=run.num_sm,
+                          balance=epmoe.Balance(run.options.balance))
         own = [moe.gate_up_proj, moe.down_proj]
         with torch.no_grad():
             for mine, p in zip(own, parameters):
@@ -334,9 +335,21 @@ def between(a, b, on_gpu):
     return a.elapsed_time(b) if on_gpu else b - a
 
 
-def timed_steps(step, calls, on_gpu):
-    """Return (forward, backward) milliseconds, the median of some steps back to back."""
-    marks = [[clock(on_gpu) for _ in run_step(step)] for _ in range(calls)]
+def meet(run):
+    """Let the streams of all ranks wait for each other.
+
+    A rank with few rows ends a step before the others.  Its next forward must not count that wait.
+    """
+    if run.on_gpu and dist.is_initialized() and run.size > 1:
+        dist.all_reduce(torch.zeros(1, device=run.device))
+
+
+def timed_steps(run, step, calls):
+    """Return (forward, backward) milliseconds, the median of some steps, which all ranks begin together."""
+    on_gpu, marks = run.on_gpu, []
+    for _ in range(calls):
+        meet(run)
+        marks.append([clock(on_gpu) for _ in run_step(step)])
     if on_gpu:
         torch.cuda.synchronize()
     return [statistics.median(between(m[i], m[i + 1], on_gpu) for m in marks) for i in range(2)]
@@ -347,12 +360,12 @@ def alternate(run, steps):
     rounds, round_ms = (run.options.iters or 6, 60.0) if run.on_gpu else (run.options.iters or 2, 1.0)
     calls, times = {}, {name: [] for name in steps}
     for name, step in steps.items():
-        timed_steps(step, 2, run.on_gpu)
-        took = slowest(run.cpu_group, sum(timed_steps(step, 2, run.on_gpu)))
+        timed_steps(run, step, 2)
+        took = slowest(run.cpu_group, sum(timed_steps(run, step, 2)))
         calls[name] = max(2, int(round_ms / took)) if run.on_gpu else 1
     for r in range(rounds + 1):  # one to warm up; every other round in reverse order
         for name in (list(steps) if r % 2 else reversed(list(steps))):
-            found = timed_steps(steps[name], calls[name], run.on_gpu)
+            found = timed_steps(run, steps[name], calls[name])
             if r:
                 times[name].append((*found, sum(found)))
     medians = {name: map(statistics.median, zip(*t)) for name, t in times.items()}

@@ -105,7 +105,7 @@ def test_bench_train_alternates_in_rounds(run_of, on_gpu, iters, rounds):
     """--iters is the number of rounds after one to warm up. Every other round has the reverse order."""
     run, timed = run_of("train", *(["--iters", str(iters)] if iters else [])), []
 
-    def timed_steps(step, calls, on_gpu):
+    def timed_steps(run, step, calls):
         timed.append((step, calls))
         return [1.0, 2.0] if step == "a" else [3.0, 4.0]
 
