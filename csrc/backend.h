@@ -74,6 +74,7 @@ typedef struct {
     int (*gemm)(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
                 const EpLowRank *low_rank, void *stream);
     int (*activation)(int device, const EpActivationParams *p, void *stream);
+    int (*own_columns)(int device, const EpOwnColumnsParams *p, void *stream);
     int (*move_choices)(int device, const EpMoveChoicesParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
     int (*transpose)(int device, const EpTransposeParams *p, void *stream);
@@ -82,7 +83,8 @@ typedef struct {
     /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: gemm needs none. */
     int (*tile_counter)(int device, void *stream, uint64_t **counter);
     int (*query)(int device, EpDevice *out); /* what the device can do; NULL for the CPU */
-    int (*preload)(int device);              /* load all kernels before the first wait; see launch.h */
+    /* Load all kernels before the first wait; see launch.h. is_shared: ranks share the device. */
+    int (*preload)(int device, bool is_shared);
 } EpBackend;
 
 extern const EpBackend ep_cpu_backend;

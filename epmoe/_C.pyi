@@ -286,6 +286,9 @@ class _Experts(NamedTuple):
     down_low_in: Tensor | None
     down_low_out: Tensor | None
     down_low_rows: Tensor | None
+    tag: Tensor | None
+    row_tag: Tensor | None
+    adapter_columns: int
     activation: int
     alpha: float
     limit: float
@@ -356,6 +359,9 @@ class _LlExperts(NamedTuple):
     down_low_in: Tensor | None
     down_low_out: Tensor | None
     down_low_rows: Tensor | None
+    tag: Tensor | None
+    row_tag: Tensor | None
+    adapter_columns: int
     activation: int
     alpha: float
     limit: float

@@ -52,11 +52,6 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any, out_val: Tenso
     return _product(offsets, a, out_val if kind_is_wgrad else b)
 
 
-def _grouped_gemm_low_rank(a: Tensor, b: Tensor, offsets: Tensor, bias: Any, low_a: Tensor | None,
-                           low_b: Tensor | None, *_: Any, **__: Any) -> int:
-    return _product(offsets, a, b, *(() if low_b is None else (low_b,)))
-
-
 def _counted_products(rows: Tensor, offsets: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int:
     return _product(offsets, rows, *weights)
 
@@ -102,8 +97,8 @@ def _experts_fp8_backward(dy: Tensor, offsets: Tensor, row_weight: Any, rows: An
 
 
 _FORMULAS: list[Callable[..., int]] = [
-    _grouped_gemm, _grouped_gemm_low_rank, _counted_products, _grouped_wgrad_add, _dispatch_gemm,
-    _gemm_combine, _experts, _experts_backward_down, _experts_backward_up]
+    _grouped_gemm, _counted_products, _grouped_wgrad_add, _dispatch_gemm, _gemm_combine, _experts,
+    _experts_backward_down, _experts_backward_up]
 
 
 def add_fp8_rows() -> None:

@@ -215,15 +215,15 @@ SIGNATURES = {
                           " or L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? no plan"
                           " recv out no zero zero",
     "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan recv rows"
-                     " row_weight out? tensor tensor out tensor? tensor? rows? tensor? tensor? rows? small"
-                     " seconds seconds small small small",
+                     " row_weight out? tensor tensor out tensor? tensor? rows? tensor? tensor? rows? tag?"
+                     " row_tag? small small seconds seconds small small small small zero small",
     "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight"
                           " tensor? tensor? rows? small seconds seconds",
     "layer_experts_up": "L small | rows tensor row_weight plan recv rows rows rows out? rows out out_scalar"
                         " out? tensor? tensor? rows?",
     "layer_ll_experts": "LL small | fast_x idx weight tensor weight? no no tensor weight? no no handle"
                         " compact counts tensor compact fast_x tensor? tensor? rows? tensor? tensor? rows?"
-                        " small seconds seconds",
+                        " tag? compact_tag? small small seconds seconds",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small no no no"
                     " rows? rows? tensor?"

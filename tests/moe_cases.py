@@ -18,7 +18,7 @@ ACTIVATIONS = ("swiglu", "gpt_oss", "gelu", "geglu_tanh", "relu2", epmoe.SwiGLU(
 @dataclasses.dataclass(frozen=True)
 class Model:
     hidden: int = 16
-    inner: int = 24
+    inner: int = 32  # multiples of 16, which the kernels of 16 bits take
     num_local: int = 2
     topk: int = 3
     tokens: int = 13

@@ -105,7 +105,7 @@ def test_lora_in_another_dtype(ranks, of_layer, of_adapter):
 
 def _started(rank, world_size):
     world = epmoe.World.of(None)
-    moe = epmoe.EPMoE(16, 24, 4, 3, world, max_tokens=13, dtype=FP32, device="cpu")
+    moe = epmoe.EPMoE(16, 32, 4, 3, world, max_tokens=13, dtype=FP32, device="cpu")
     keep(world, moe)
     x, idx, weight, _ = inputs_of(Model(num_local=2), rank, 1)
     idx = idx % 4
@@ -195,7 +195,7 @@ def test_lora_makes_no_product_for_the_gradient_of_the_base(dtype):
     with Products() as products:
         got = step(moe, model)
     wgrads = sorted(shape for kind, shape in products.found if kind == WGRAD)
-    assert wgrads == sorted([(4, 16, 16), (4, 48, 16), (4, 16, 24), (4, 16, 16)])
+    assert wgrads == sorted([(4, 16, 16), (4, 64, 16), (4, 16, 32), (4, 16, 16)])
     assert all(got[name] is None for name in WEIGHTS)
     moe.set_adapter(None)
     with Products() as products:
@@ -707,7 +707,7 @@ def test_lora_with_experts_that_are_no_multiple_of_the_ranks(ranks):
 
     def run(world, device):
         num = 2 * world.size + 1
-        moe = epmoe.EPMoE(16, 24, num, 2, world, max_tokens=13, dtype=FP32, device=device)
+        moe = epmoe.EPMoE(16, 32, num, 2, world, max_tokens=13, dtype=FP32, device=device)
         keep(world, moe)
         moe.add_adapter("a", 3, ALPHA)
         given = peft_of(factors_of(dataclasses.replace(model, num_local=num), num, 3))
@@ -722,7 +722,7 @@ def test_lora_with_experts_that_are_no_multiple_of_the_ranks(ranks):
             assert all(torch.equal(back2[k], t) for k, t in given.items())
         moe.finalize()
         return world.rank > 0 or (all(torch.equal(back[k], t) for k, t in given.items())
-                                  and whole["adapters.a.down_proj.lora_A"].shape == (num, 3, 24))
+                                  and whole["adapters.a.down_proj.lora_A"].shape == (num, 3, 32))
 
     for size in (1, 2, 3):
         assert all(ranks(run, world_size=size))
@@ -773,7 +773,7 @@ class Block(torch.nn.Module):
     def __init__(self, group=None):
         super().__init__()
         self.router = torch.nn.Linear(16, 4, bias=False)
-        self.moe = epmoe.EPMoE(16, 24, 4, 2, group, max_tokens=16, dtype=FP32, device="cpu")
+        self.moe = epmoe.EPMoE(16, 32, 4, 2, group, max_tokens=16, dtype=FP32, device="cpu")
         self.moe.add_adapter("a", 3, ALPHA)
         self.moe.set_adapter("a")
         whole = peft_of(factors_of(Model(topk=2, num_local=4), 4, 3))
@@ -853,7 +853,7 @@ def _sharded(rank, world_size):
 def test_lora_is_in_state_dicts_under_stable_names():
     shapes, full, back = process_ranks(_sharded, 2)[0]
     names = {f"moe.adapters.a.{w}.lora_{f}" for w in WEIGHTS for f in "AB"}
-    assert set(shapes) == names and shapes["moe.adapters.a.gate_up_proj.lora_B"] == ((4, 48, 3), "DTensor")
+    assert set(shapes) == names and shapes["moe.adapters.a.gate_up_proj.lora_B"] == ((4, 64, 3), "DTensor")
     factors = factors_of(Model(topk=2, num_local=4), 4, 3)
     for name, (a, b) in factors.items():
         assert torch.equal(full[f"moe.adapters.a.{name}.lora_A"], a)
@@ -900,11 +900,11 @@ def test_lora_loads_and_saves_what_peft_has(ranks, old):
     def run(world, device):
         num, prefix = 2 * world.size, "base_model.model.mlp.experts."
         g = generator(5)
-        shapes = {"base_layer.lora_A.weight": (3 * num, 16), "base_layer.lora_B.weight": (48, 3 * num),
-                  "lora_A.weight": (3 * num, 24), "lora_B.weight": (16, 3 * num)}
+        shapes = {"base_layer.lora_A.weight": (3 * num, 16), "base_layer.lora_B.weight": (64, 3 * num),
+                  "lora_A.weight": (3 * num, 32), "lora_B.weight": (16, 3 * num)}
         if old:
-            shapes = {"base_layer.lora_A.weight": (3 * num, 48), "base_layer.lora_B.weight": (16, 3 * num),
-                      "lora_A.weight": (3 * num, 16), "lora_B.weight": (24, 3 * num)}
+            shapes = {"base_layer.lora_A.weight": (3 * num, 64), "base_layer.lora_B.weight": (16, 3 * num),
+                      "lora_A.weight": (3 * num, 16), "lora_B.weight": (32, 3 * num)}
         state = {key: torch.randn(shape, generator=g) / 8 for key, shape in shapes.items()}
         moe = make_moe(world, device, model)
         moe.load_adapter("x", {prefix + key: t for key, t in state.items()} | {"other": torch.ones(1)},
@@ -991,6 +991,11 @@ def _with_list(moe):
     moe.set_adapter(["a"])
 
 
+def _state(moe):
+    """What peft saves of an adapter of all experts."""
+    return peft_of(factors_of(Model(), moe.num_experts, 2))
+
+
 def _mix(moe, num):
     x, idx, weight, _ = inputs_of(Model(unequal=False), 0, moe.layer.world_size)
     device = moe.layer.device
@@ -1022,24 +1027,25 @@ WRONG = {
                           _with_adapter),
     "unknown to save": ("ValueError", "no adapter 'b'", lambda m, w: m.adapter_state_dict("b" if w else "a"),
                         _with_adapter),
-    "keys": ("ValueError", "prefix= must be", lambda m, w: m.load_adapter("a", {} if w else STATE),
+    "keys": ("ValueError", "prefix= must be", lambda m, w: m.load_adapter("a", {} if w else _state(m)),
              _with_adapter),
     "more keys": ("ValueError", "prefix= must be",
-                  lambda m, w: m.load_adapter("a", STATE | ({"mlp": torch.ones(1)} if w else {})),
+                  lambda m, w: m.load_adapter("a", _state(m) | ({"mlp": torch.ones(1)} if w else {})),
                   _with_adapter),
     "no alpha": ("ValueError", "pass alpha=",
-                 lambda m, w: m.load_adapter("b", STATE, alpha=None if w else 2), None),
+                 lambda m, w: m.load_adapter("b", _state(m), alpha=None if w else 2), None),
     "another alpha": ("ValueError", "alpha = 2.0",
-                      lambda m, w: m.load_adapter("a", STATE, alpha=3 if w else 2), _with_adapter),
-    "number of experts": ("ValueError", "for each of the 4 experts", lambda m, w: m.load_adapter(
-        "b", {k: t[:7] if w and k.endswith("lora_A.weight") else t for k, t in STATE.items()}, alpha=2),
+                      lambda m, w: m.load_adapter("a", _state(m), alpha=3 if w else 2), _with_adapter),
+    "number of experts": ("ValueError", "must all have r for each", lambda m, w: m.load_adapter(
+        "b", {k: t[:-1] if w and k.endswith("lora_A.weight") else t for k, t in _state(m).items()}, alpha=2),
         None),
     "another r": ("ValueError", "r = 2, but the tensors have 1", lambda m, w: m.load_adapter(
-        "a", peft_of(factors_of(Model(), 4, 1)) if w else STATE), _with_adapter),
+        "a", peft_of(factors_of(Model(), m.num_experts, 1)) if w else _state(m)), _with_adapter),
     "shapes": ("ValueError", "fits no adapter", lambda m, w: m.load_adapter(
-        "b", {k: t[:, :-1] if w and k == "lora_A.weight" else t for k, t in STATE.items()}, alpha=2), None),
+        "b", {k: t[:, :-1] if w and k == "lora_A.weight" else t for k, t in _state(m).items()}, alpha=2),
+        None),
     "targets of a file": ("ValueError", "fits no adapter", lambda m, w: m.load_adapter(
-        "b", STATE, alpha=2, targets=["down_proj"] if w else None), None),
+        "b", _state(m), alpha=2, targets=["down_proj"] if w else None), None),
     "numbers of a mixture": ("ValueError", "a number for each token", lambda m, w: _mix(m, 12 if w else 13),
                              _with_list),
     "nothing merged": ("RuntimeError", "no adapter is merged",
@@ -1048,7 +1054,6 @@ WRONG = {
                             lambda m, w: m.set_adapter(None) if w else m.layer.world.exchange(b""),
                             _with_merged),
 }
-STATE = peft_of(factors_of(Model(), 4, 2))
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -1068,6 +1073,37 @@ def test_lora_mistakes_are_errors_on_all_ranks(ranks, wrong):
     check_outcomes([got for got, *_ in results], [wanted, *[others] * (len(results) - 1)], text, on_rank=0,
                    within_s=MISTAKE_LIMIT_S)
     assert len({(tuple(names), active) for _, names, active in results}) == 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("decode", [False, True])
+def test_lora_in_inference_is_counted(ranks, mixed, decode):
+    """FlopCounterMode sees the products of a call without gradients, and changes no bit."""
+    model = Model(dtype=BF16, num_local=4)
+
+    def run(world, device):
+        moe = make_lora(world, device, model, 3)
+        moe.enable_decode(model.tokens)
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        options = {"decode": decode}
+        if mixed:
+            moe.set_adapter(["a"])
+            options["adapters"] = torch.zeros(len(x), dtype=torch.int64, device=device)
+        with torch.no_grad():
+            want = moe(x, idx, weight, **options)
+            with FlopCounterMode(display=False) as counter:
+                y = moe(x, idx, weight, **options)
+            moe.set_adapter(None)
+            with FlopCounterMode(display=False) as base:
+                moe(x, idx, weight, decode=decode)
+        num = base.get_total_flops() // (2 * sum(w[0].numel() for w in (moe.gate_up_proj, moe.down_proj)))
+        of_factors = sum(p[0].numel() * 16 // 3 for p in moe.adapters.parameters())  # r is padded to 16
+        moe.finalize()
+        more = counter.get_total_flops() - base.get_total_flops()
+        return torch.equal(y, want), num > 0 or not len(x), more == 2 * num * of_factors
+
+    for facts in ranks(run):
+        assert all(facts), facts
 
 
 def test_lora_under_a_mode_of_torch_is_as_without(ranks):
@@ -1139,7 +1175,7 @@ def test_lora_of_a_wrong_shape_is_an_error_on_all_ranks(ranks, decode):
         def call():
             return moe(x, idx, weight, decode=decode)
 
-        got = outcome(call)
+        got = outcome(call, moe.layer)
         factor.data = right
         y, want = call(), moe(x, idx, weight, decode=False)
         moe.finalize()
@@ -1148,6 +1184,37 @@ def test_lora_of_a_wrong_shape_is_an_error_on_all_ranks(ranks, decode):
     results = ranks(run, world_size=2, at_least=2)
     check_outcomes([got for got, _ in results], ["ValueError", *["PeerError"] * (len(results) - 1)],
                    "weights of low rank", on_rank=0, within_s=MISTAKE_LIMIT_S)
+    assert all(is_right for _, is_right in results)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_lora_mixture_of_a_wrong_rank_is_an_error_on_all_ranks(ranks, decode):
+    """The module checks how many columns an adapter has. The next call is right on all ranks."""
+    model = Model(dtype=BF16)
+
+    def run(world, device):
+        moe = make_lora(world, device, model, 16)
+        moe.set_adapter(["a"])
+        moe.enable_decode(model.tokens)
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        numbers = torch.zeros(len(x), dtype=torch.int64, device=device)
+
+        @torch.no_grad()
+        def call():
+            return moe(x, idx, weight, decode=decode, adapters=numbers)
+
+        want = call()
+        if world.rank == 0:
+            moe._lora.copied.r = 12
+        got = outcome(call, moe.layer)
+        moe._lora.copied.r = 16
+        y = call()
+        moe.finalize()
+        return got, torch.equal(y, want)
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes([got for got, _ in results], ["ValueError", *["PeerError"] * (len(results) - 1)],
+                   "adapter_columns, a multiple of 8", on_rank=0, within_s=MISTAKE_LIMIT_S)
     assert all(is_right for _, is_right in results)
 
 
@@ -1167,7 +1234,7 @@ def test_lora_without_memory_is_an_error_on_all_ranks(ranks, monkeypatch):
 
         if world.rank == 0:  # ranks that are threads share the function, but have factors of their own
             monkeypatch.setattr(lora_products, "_padded", fails)
-        got = outcome(lambda: moe(x, idx, weight))
+        got = outcome(lambda: moe(x, idx, weight), moe.layer)
         moe.finalize()
         return got
 

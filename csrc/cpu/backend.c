@@ -138,8 +138,8 @@ static int sync_all(int device) {
     (void)device;
     return 0;
 }
-static int preload(int device) {
-    (void)device;
+static int preload(int device, bool is_shared) {
+    (void)device, (void)is_shared;
     return 0;
 }
 
@@ -339,6 +339,13 @@ static int activation(int device, const EpActivationParams *p, void *stream) {
     ep_cpu_activation(p);
     return 0;
 }
+static int own_columns(int device, const EpOwnColumnsParams *p, void *stream) {
+    (void)device, (void)stream;
+    for (uint64_t row = 0; row < p->num_rows && row < (uint32_t)*p->end; row++)
+        for (uint32_t column = 0; column < p->num_columns; column++)
+            if (!ep_is_own_column(p, row, column)) p->rows[row * p->num_columns + column] = 0;
+    return 0;
+}
 static int move_choices(int device, const EpMoveChoicesParams *p, void *stream) {
     (void)device, (void)stream;
     for (uint64_t i = 0; i < p->num_choices; i++) p->indices[i] = ep_moved_choice(p, i);
@@ -385,6 +392,7 @@ const EpBackend ep_cpu_backend = {
     .dispatch_gemm = dispatch_gemm,
     .gemm_combine = gemm_combine,
     .activation = activation,
+    .own_columns = own_columns,
     .move_choices = move_choices,
     .quantize = quantize,
     .transpose = transpose,

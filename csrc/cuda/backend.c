@@ -261,6 +261,12 @@ static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, c
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, four_bit, low_rank, stream),
                                         scales ? "grouped GEMM kernel of FP8" : "grouped GEMM kernel"));
 }
+static int own_columns(int device, const EpOwnColumnsParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_own_columns(p, stream),
+                                        "kernel that keeps the columns of a row's adapter"));
+}
 static int move_choices(int device, const EpMoveChoicesParams *p, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
@@ -334,7 +340,8 @@ static int query(int device, EpDevice *out) {
     return ep_unguard(&g, query_current(out));
 }
 
-static int preload_all(void) {
+static int preload_all(bool is_shared) {
+    if (is_shared) EP_CUDA_TRY(ep_share_device());
     EP_CUDA_TRY(ep_preload_plan());
     EP_CUDA_TRY(ep_preload_dispatch());
     EP_CUDA_TRY(ep_preload_combine());
@@ -344,10 +351,10 @@ static int preload_all(void) {
     EP_CUDA_TRY(ep_preload_fused());
     return 0;
 }
-static int preload(int device) {
+static int preload(int device, bool is_shared) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, preload_all());
+    return ep_unguard(&g, preload_all(is_shared));
 }
 
 const EpBackend ep_cuda_backend = {
@@ -374,6 +381,7 @@ const EpBackend ep_cuda_backend = {
     .wait = wait_word,
     .gemm = gemm,
     .activation = activation,
+    .own_columns = own_columns,
     .move_choices = move_choices,
     .quantize = quantize,
     .transpose = transpose,

@@ -7,7 +7,7 @@
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
     EpCapabilities capabilities;
-    bool is_known;
+    bool is_known, is_shared;
 } devices[EP_MAX_DEVICES];
 
 int ep_current_device(uint32_t *device) {
@@ -41,6 +41,7 @@ static bool find(uint32_t device, EpCapabilities *c) {
     pthread_mutex_lock(&lock);
     const bool is_known = devices[device].is_known;
     if (is_known) *c = devices[device].capabilities;
+    c->is_shared = devices[device].is_shared;
     pthread_mutex_unlock(&lock);
     return is_known;
 }
@@ -57,6 +58,16 @@ int ep_capabilities(EpCapabilities *c) {
     pthread_mutex_lock(&lock);
     devices[device].capabilities = *c;
     devices[device].is_known = true;
+    pthread_mutex_unlock(&lock);
+    return 0;
+}
+
+int ep_share_device(void) {
+    uint32_t device;
+    const int e = ep_current_device(&device);
+    if (e) return e;
+    pthread_mutex_lock(&lock);
+    devices[device].is_shared = true;
     pthread_mutex_unlock(&lock);
     return 0;
 }

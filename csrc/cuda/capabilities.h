@@ -14,6 +14,7 @@ typedef struct {
     uint32_t num_sms;
     uint32_t smem_bytes; /* shared memory that a CTA can have */
     bool has_hopper;     /* the kernels for sm_90a, which include the megakernels, run here */
+    bool is_shared;      /* ranks share it; see ep_share_device */
 } EpCapabilities;
 
 #ifdef __cplusplus
@@ -23,6 +24,8 @@ extern "C" {
 int ep_current_device(uint32_t *device);
 /* What the current device can do. Returns a cudaError_t. */
 int ep_capabilities(EpCapabilities *c);
+/* From now on the current device is one that ranks share. Returns a cudaError_t. */
+int ep_share_device(void);
 /* The PTX version of the code of a kernel that runs on the current device, for example 90. All files are
  * compiled for the same architectures, so any kernel can tell. words.cu has it. Returns a cudaError_t. */
 int ep_ptx_version(int *version);

@@ -37,10 +37,11 @@ static void make_config(const EpClusterKernel *k, uint32_t num_ctas, void *strea
     config->numAttrs = 1;
 }
 
-/* Allow the kernel its dynamic shared memory. This call also loads the kernel, and gives the calling thread a
- * current context. */
+/* Allow the kernel its dynamic shared memory, and that of a whole SM if it needs less than half of it. This
+ * call also loads the kernel, and gives the calling thread a current context. */
 static cudaError_t allow_smem(const EpClusterKernel *k) {
-    return cudaFuncSetAttribute(k->function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)k->smem_bytes);
+    const uint32_t num_bytes = k->smem_bytes > EP_HALF_SM_SMEM_BYTES ? k->smem_bytes : EP_CTA_SMEM_BYTES;
+    return cudaFuncSetAttribute(k->function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)num_bytes);
 }
 
 static cudaError_t ask(const EpClusterKernel *k, uint32_t *max_ctas) {
@@ -97,6 +98,7 @@ int ep_launch_clusters(const EpClusterKernel *k, const EpClusterLaunch *l, void 
     const int e = find_maps(k, l, maps);
     if (e) return e;
     make_config(k, l->num_ctas, stream, attributes, &config);
+    if (l->needs_whole_sms) config.dynamicSmemBytes = EP_CTA_SMEM_BYTES;
     config.numAttrs = l->is_resident ? 2 : 1;
     return (int)cudaLaunchKernelExC(&config, k->function, arguments);
 }

@@ -28,6 +28,7 @@ typedef struct {
     const void *params;
     EpTensorMap a, b;         /* the operands */
     EpTensorMap low_a, low_b; /* those of a product of low rank; a base of NULL: there is none */
+    bool needs_whole_sms;     /* no other CTA may be on the SM of a CTA */
 } EpClusterLaunch;
 
 #ifdef __cplusplus

@@ -22,6 +22,7 @@ int ep_launch_gemm_combine(const EpGemmCombineParams *p, const EpScales *scales,
  * added, to a product with weights of 16 bits. */
 int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
                    const EpLowRank *low_rank, void *stream);
+int ep_launch_own_columns(const EpOwnColumnsParams *p, void *stream);
 int ep_launch_activation(const EpActivationParams *p, void *stream);
 int ep_launch_quantize(const EpQuantizeParams *p, void *stream);
 int ep_launch_transpose(const EpTransposeParams *p, void *stream);

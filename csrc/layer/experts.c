@@ -63,13 +63,31 @@ static int multiply(const Call *c, EpGemm g) {
 }
 
 /* LoRA beside a weight: the rows times `in` go to `rows`, whose product with `out` is added. in NULL: there
- * is none. */
+ * is none. row_tag: NULL, or of the rows of a mixture, in which an adapter has of_adapter columns. */
 typedef struct {
-    const EpTensor *in, *out, *rows;
+    const EpTensor *in, *out, *rows, *row_tag;
+    uint32_t of_adapter;
 } Low;
-#define LOW_OF(a, name) ((Low){(a)->name##_low_in, (a)->name##_low_out, (a)->name##_low_rows})
+#define LOW_OF(a, name) ((Low){(a)->name##_low_in, (a)->name##_low_out, (a)->name##_low_rows, NULL, 0})
+#define MIXED_LOW_OF(a, name) \
+    ((Low){(a)->name##_low_in, (a)->name##_low_out, (a)->name##_low_rows, (a)->row_tag, (a)->adapter_columns})
 
 static bool has_low(Low low) { return low.in || low.out || low.rows; }
+
+/* Set the columns of other adapters than a row's own to zero. The product has checked the rows, and the
+ * dispatch the tags. */
+static int keep_own_columns(const Call *c, Low low) {
+    const EpOwnColumnsParams p = {
+        .rows = low.rows->data,
+        .row_tag = low.row_tag->data,
+        .end = (const int32_t *)c->offsets.data + c->offsets.shape[0] - 1,
+        .num_rows = (uint32_t)low.rows->shape[0],
+        .num_columns = (uint32_t)low.rows->shape[1],
+        .of_adapter = low.of_adapter,
+    };
+    const EpHeap *h = c->layer->heap;
+    return ep_heap_backend(h)->own_columns(ep_heap_device(h), &p, c->stream);
+}
 
 /* Launch a product of rows with a weight, and LoRA's beside it. */
 static int multiply_with(const Call *c, EpGemm g, Low low) {
@@ -77,6 +95,7 @@ static int multiply_with(const Call *c, EpGemm g, Low low) {
         if (!low.in || !low.out || !low.rows)
             return ep_error(EP_EINVAL, "LoRA: low_in, low_out and low_rows must be all there, or none");
         EP_TRY(multiply(c, (EpGemm){.kind = g.kind, .a = g.a, .b = low.in, .out = low.rows}));
+        if (low.row_tag) EP_TRY(keep_own_columns(c, low));
         g.low_a = low.rows;
         g.low_b = low.out;
     }
@@ -146,6 +165,16 @@ static int check_tokens(const Call *c, const EpTensor *x, const EpTensor *indice
     return ep_layer_check_tensor(l, "topk_weights", weight, EP_F32, 2, x->shape[0], l->config.shape.num_topk);
 }
 
+/* Check a mixture of adapters. The operations check the tags themselves. */
+static int check_mixture(const EpTensor *tag, const EpTensor *row_tag, uint32_t of_adapter) {
+    if (!tag != !row_tag || !tag != !of_adapter || of_adapter % 8)
+        return ep_error(EP_EINVAL,
+                        "a mixture of adapters: wanted tag, row_tag and adapter_columns, a multiple of 8, or "
+                        "none of them; got %u columns",
+                        of_adapter);
+    return 0;
+}
+
 static int check_balance(const Call *c, const EpBalance *b) {
     const EpLayerConfig *config = &c->layer->config;
     const uint32_t L = ep_num_local_experts(&config->shape);
@@ -189,8 +218,8 @@ static int multiply_down(const Call *c, const Weights *w, const EpTensor *rows, 
 }
 
 static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
-    const Low low_up = LOW_OF(a, gate_up), low_down = LOW_OF(a, down);
-    const bool is_fused = !has_low(low_up) && !has_low(low_down) &&
+    const Low low_up = MIXED_LOW_OF(a, gate_up), low_down = MIXED_LOW_OF(a, down);
+    const bool is_fused = !a->row_tag && !has_low(low_up) && !has_low(low_down) &&
                           fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan, .balance_key = a->balance_key};
     const EpDispatchArgs dispatch = {.x = a->x,
@@ -199,6 +228,8 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                      .rows = a->rows,
                                      .row_weight = a->row_weight,
                                      .recv = a->recv,
+                                     .tag = a->tag,
+                                     .row_tag = a->row_tag,
                                      .requires_grad = a->requires_grad,
                                      .awaits_rows = a->awaits_rows};
     const EpDispatchGemmArgs dispatch_gemm = {.x = a->x,
@@ -240,6 +271,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
     if (!code) code = check_weights(c, &weights);
     if (!code) code = check_balance(c, &balance);
+    if (!code) code = check_mixture(a->tag, a->row_tag, a->adapter_columns);
     if (!code && a->gate_up_scale && a->h)
         code = ep_error(EP_EINVAL, "h: must be absent, because weights of 4 bits have no gradients");
     if (!code && !a->is_planned && !a->indices)
@@ -346,6 +378,8 @@ static int ll_experts(Call *c, const EpLlExpertsArgs *a, EpRan *ran) {
                                        .handle = a->handle,
                                        .rows = a->rows,
                                        .counts = a->counts,
+                                       .tag = a->tag,
+                                       .row_tag = a->row_tag,
                                        .parts = EP_LL_BOTH};
     const EpLlCombineArgs combine = {
         .rows = a->out_rows, .handle = a->handle, .out = a->out, .parts = EP_LL_BOTH};
@@ -356,10 +390,11 @@ static int ll_experts(Call *c, const EpLlExpertsArgs *a, EpRan *ran) {
     int code = set_offsets(c, "handle", a->handle, at);
     if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
     if (!code) code = check_weights(c, &weights);
+    if (!code) code = check_mixture(a->tag, a->row_tag, a->adapter_columns);
     EP_TRY(report(c, EP_OP_LL_DISPATCH, code));
     EP_TRY(run(c, EP_OP_LL_DISPATCH, &dispatch, ran));
-    code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, NULL, LOW_OF(a, gate_up));
-    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows, LOW_OF(a, down));
+    code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, NULL, MIXED_LOW_OF(a, gate_up));
+    if (!code) code = multiply_down(c, &weights, a->a, a->out_rows, MIXED_LOW_OF(a, down));
     EP_TRY(report(c, EP_OP_LL_COMBINE, code));
     return run(c, EP_OP_LL_COMBINE, &combine, ran);
 }

@@ -123,6 +123,18 @@ typedef struct {
     EpGemmParams gemm;
     EpLowRank low;
 } EpGemmLowRankParams;
+/* A mixture of adapters: the product of rows with the first factors of all adapters. It has of_adapter
+ * columns for each of them, a multiple of 8. A row keeps those of its own adapter, whose number is its tag,
+ * and gets zeros in the others. A row with another number keeps none. Rows from *end on stay as they are. */
+typedef struct {
+    uint16_t *rows; /* [num_rows][num_columns] of 16 bits */
+    const int32_t *row_tag, *end;
+    uint32_t num_rows, num_columns, of_adapter;
+} EpOwnColumnsParams;
+EP_FN bool ep_is_own_column(const EpOwnColumnsParams *p, uint64_t row, uint32_t column) {
+    return p->row_tag[row] == (int32_t)(column / p->of_adapter);
+}
+
 /* The product of low rank by itself: its operands have these parameters' places. */
 EP_PURE EpGemmParams ep_gemm_low_rank(const EpGemmParams *p, const EpLowRank *low) {
     EpGemmParams q = *p;

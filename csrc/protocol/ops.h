@@ -220,7 +220,9 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * LoRA: beside the product of some rows with a weight of 16 bits, low_in multiplies the same rows, low_rows
  * gets the result, and its product with low_out is added (EpLowRank). gate_up_low_in [L][R][H],
  * gate_up_low_out [L][N][R] and gate_up_low_rows [>= M][R], or none of them; down_low_in [L][R][I],
- * down_low_out [L][H][R] and down_low_rows likewise. With any of them no launch is shared. */
+ * down_low_out [L][H][R] and down_low_rows likewise. With any of them no launch is shared.
+ * A mixture of adapters: tag and row_tag are those of dispatch, both or neither. R has adapter_columns for
+ * each adapter, a multiple of 8, and a row's tag is the number of its own one (EpOwnColumnsParams). */
 #define EP_ARGS_experts(X, S)                \
     X(S, TENSOR, x)                          \
     X(S, OPTIONAL, indices)                  \
@@ -247,6 +249,9 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, down_low_in)              \
     X(S, OPTIONAL, down_low_out)             \
     X(S, OWN_OUT_OPTIONAL, down_low_rows)    \
+    X(S, OPTIONAL, tag)                      \
+    X(S, OWN_OUT_OPTIONAL, row_tag)          \
+    X(S, U32, adapter_columns)               \
     X(S, U32, activation)                    \
     X(S, F64, alpha)                         \
     X(S, F64, limit)                         \
@@ -304,7 +309,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
 
 /* The experts of few tokens, in a low-latency layer: ll_dispatch into compact rows, both products,
  * ll_combine. handle, rows and counts are as there; a [capacity][I], out_rows [capacity][H], out [T][H]. LoRA
- * as in experts. */
+ * and mixtures as in experts, with the tags of ll_dispatch. */
 #define EP_ARGS_ll_experts(X, S)             \
     X(S, TENSOR, x)                          \
     X(S, TENSOR, indices)                    \
@@ -329,6 +334,9 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, down_low_in)              \
     X(S, OPTIONAL, down_low_out)             \
     X(S, OWN_OUT_OPTIONAL, down_low_rows)    \
+    X(S, OPTIONAL, tag)                      \
+    X(S, OWN_OUT_OPTIONAL, row_tag)          \
+    X(S, U32, adapter_columns)               \
     X(S, U32, activation)                    \
     X(S, F64, alpha)                         \
     X(S, F64, limit)

@@ -211,7 +211,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     import_peers(h, all, fds, &mine);
     if (code) goto fail;
     if (!mine.code) {
-        mine.code = h->backend->preload(device);
+        mine.code = h->backend->preload(device, h->reserved_sms > 0);
         if (mine.code) snprintf(mine.text, sizeof mine.text, "%.120s", ep_error_text());
     }
     EP_TRY_GOTO(code, ep_world_all_gather(world, &mine, sizeof mine, all), fail);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _C
@@ -12,7 +13,7 @@ from ..a2a.low_latency import LowLatencyAll2All
 from ..errors import HeapExhausted
 from ..gemm.activations import Activation
 from ..gemm.grouped import KERNELS, as_kernel
-from ..torch_modes import is_traced, requires_grad
+from ..torch_modes import is_traced, is_watched, requires_grad
 from . import experts as experts_ops
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
     Returns (y [T, H], the number of rows of each expert [L]).
 
     weights: as EPMoE._weights returns them, for which experts.takes says yes.  scales: those of weights of 4
-    bits.  lora: an adapter.
+    bits.  lora: an adapter or a mixture.
     """
     gate_up, gate_up_bias, down, down_bias = weights
     capacity = a2a.capacity
@@ -107,12 +108,17 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         a = allocate((capacity, inner), (inner, 1), a2a.dtype)
         y = allocate((x.shape[0], hidden), (hidden, 1), a2a.dtype)
         low = (None, None) if lora is None else lora.low()
+        tag, adapter_columns = lora and lora.mixture or (None, 0)
+        row_tag = None if tag is None else allocate((capacity,), (1,), torch.int32)
         low_up, low_down = (experts_ops.low_rows_of(allocate, capacity, pair, 1) for pair in low)
         # The second product writes into the rows, which the first has read by then.
         _C.layer_ll_experts(a2a._c, 0, (x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down,
                                         down_bias, down_scale, down_zero, handle, rows, counts, a, rows, y,
                                         *(low[0] or experts_ops.NO_LOW), low_up,
-                                        *(low[1] or experts_ops.NO_LOW), low_down, *kernel))
+                                        *(low[1] or experts_ops.NO_LOW), low_down, tag, row_tag,
+                                        adapter_columns, *kernel))
     except Exception as error:
         a2a._propagate(_C.OP_LL_DISPATCH, error, 0)
+    if lora is not None and is_watched():
+        lora.count(rows, F.pad(counts.cumsum(0), (1, 0)).to(torch.int32), weights)
     return y, counts

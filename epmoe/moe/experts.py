@@ -56,6 +56,8 @@ NO_SCALES = None, None, None, None
 # LoRA beside a weight: `low_in` and `low_out` of csrc/protocol/ops.h
 Low: TypeAlias = tuple[Tensor, Tensor]
 NO_LOW = None, None
+# of a mixture of adapters: `tag` and `adapter_columns` of csrc/protocol/ops.h
+Mixture: TypeAlias = tuple[Tensor, int]
 _T = TypeVar("_T", Tensor, Tensor | None)
 _Gradients: TypeAlias = tuple[Tensor | None, ...]  # of x, weight, and of the four Weights
 
@@ -102,8 +104,8 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
     """Plan, and apply the experts.  Returns (y, layout).
 
     as_operators: something must see operators, which a call with an adapter does not have.  scales: those of
-    weights of 4 bits, which have no gradients.  lora: an adapter, beside which the weights have no gradients
-    either.  balancer: what lets ranks help each other, of weights alone.
+    weights of 4 bits, which have no gradients.  lora: an adapter or a mixture, beside which the weights have
+    no gradients either.  balancer: what lets ranks help each other, of weights alone.
     """
     layout = None
     try:
@@ -121,8 +123,11 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         if lora is None and scales is None and requires_grad(tokens, weight, *parameters):
             return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel,
                                   balancer), layout
-        y, *_ = forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False, scales,
-                         lora.low() if lora else (None, None), balancer)
+        y, rows, *_ = forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False, scales,
+                         lora.low() if lora else (None, None), balancer,
+                         mixture=lora.mixture if lora else None)
+        if lora is not None:
+            lora.count(rows, expert_offsets(layer, layout.plan), parameters)
         return y, layout
     except Exception as error:
         if layout is not None and layout.recv is not None:
@@ -163,14 +168,15 @@ def as_float32(topk_weights: Tensor) -> Tensor:
 def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
             parameters: Weights, kernel: Kernel, num_rows: int, saves: bool, scales: Scales | None = None,
             low: tuple[Low | None, Low | None] = (None, None), balancer: Balancer | None = None,
-            wanted: Sequence[bool] = ()) -> tuple[
+            wanted: Sequence[bool] = (), mixture: Mixture | None = None) -> tuple[
                 Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Run the experts.  Returns (y, rows, h, row_weight, recv, low_rows of gate_up, low_rows of down).
 
     topk_idx: None if the plan is made already.  num_rows: for how many rows to make room; they are as many as
     come, or more.  -1: as many as come, a number that only the plan has.  saves: for a backward.  low: LoRA
     beside gate and up, and beside down.  balancer: what may make a second plan, in which ranks help others.
-    wanted: of which parameters the backward will have gradients, where there is a balancer.
+    wanted: of which parameters the backward will have gradients, where there is a balancer.  mixture: low has
+    the factors of several adapters.
     Outputs are allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
@@ -190,6 +196,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
     hint: int = layer._size_hints.get(key, 0) if known is None else known
     is_hint = not knows and hint != NO_SIZE_HINT  # hint follows from earlier calls
     empty, dtype = layer._allocator(), layer.dtype
+    tag, adapter_columns = mixture or (None, 0)
     balance = (0, 0, 0) if balancer is None else balancer.options(wanted)
     recv = empty((layer._recv_words,), (1,), torch.int32)
     y = empty((num_tokens, hidden), (hidden, 1), dtype)
@@ -199,6 +206,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
             rows, a = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
             row_weight = empty((n,), (1,), torch.float32)
             low_up, low_down = (low_rows_of(empty, n, pair, 1) for pair in low)
+            row_tag = None if tag is None else empty((n,), (1,), torch.int32)
             h = empty((n, columns), (columns, 1), dtype) if saves else None
             # Else the rows, which the first product has read by then.
             out_rows = empty((n, hidden), (hidden, 1), dtype) if saves else rows
@@ -213,7 +221,8 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
             down_zero, layout.plan, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW), low_up,
-            *(low[1] or NO_LOW), low_down, *kernel, saves, *balance, is_planned, awaits_rows))
+            *(low[1] or NO_LOW), low_down, tag, row_tag, adapter_columns, *kernel, saves, *balance,
+            is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
         if is_hint:

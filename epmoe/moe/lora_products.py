@@ -2,8 +2,11 @@
 
     layer in 16 bits, the adapter in the same dtype   LoraOfCall: the calls of experts.py, in which one kernel
                                                       multiplies by W and adds u @ B.T before anything is
-                                                      rounded, where u = s * (rows @ A.T)
-    otherwise                                         _linear: three products, each rounded, and a sum
+                                                      rounded, where u = s * (rows @ A.T); for a mixture A
+                                                      and B are those of all its adapters, and of u a row
+                                                      keeps the columns of its own one
+    otherwise                                         _linear: three products, each rounded, and a sum; for a
+                                                      mixture _Groups
 
 The second is the road of float32, which has derivatives of any order, of weights in FP8 and 4 bits, of
 adapters in another dtype, of dropout, in which W and A multiply different rows, and of several nodes.
@@ -22,13 +25,13 @@ from .. import _C
 from ..a2a.low_latency import LowLatencyAll2All
 from ..a2a.ops import expert_offsets, saved_tensors
 from ..comm.error_propagation import reporting
-from ..gemm import low_rank
 from ..gemm.activations import Activation, activate, is_gated
 from ..gemm.grouped import FORWARD, WGRAD, Kernel, aligned, as_kernel, grouped_gemm
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import call, check_mode, implement, is_transformed, is_watched, requires_grad
+from . import decode as decoding
 from . import experts as experts_ops
-from .experts import Low, Weights, bias_of, expert_of_row, is_one_call
+from .experts import Low, Mixture, Weights, expert_of_row, is_one_call
 from .weights import WEIGHTS
 
 if TYPE_CHECKING:
@@ -50,21 +53,30 @@ _FEW_COLUMNS = 256  # r of all adapters of a mixture together, up to which one p
 
 
 class LoraOfCall:
-    """An adapter as a call of experts.py takes it.
+    """An adapter, or a mixture of adapters, as a call of experts.py takes it.
 
     Attributes:
         factors: A [L, R, H] and B [L, N, R] of gate and up, A [L, R, I] and B [L, H, R] of down, padded; None
             and None for a weight that the adapter leaves alone.
         scaling: s.
+        mixture: The number of each token's adapter [T] int32, and how many of the R an adapter has; or None.
     """
 
-    def __init__(self, moe: EPMoE, adapter: Adapter) -> None:
-        self.factors = tuple(t for name in WEIGHTS for t in _factors(moe, adapter, name))
-        self.scaling = adapter.scaling
+    def __init__(self, factors: Sequence[Tensor | None], scaling: float = 1.0,
+                 mixture: Mixture | None = None) -> None:
+        self.factors, self.scaling, self.mixture = tuple(factors), scaling, mixture
+
+    @classmethod
+    def of_adapter(cls, moe: EPMoE, adapter: Adapter) -> LoraOfCall:
+        return cls([t for name in WEIGHTS for t in _factors(moe, adapter, name)], adapter.scaling)
 
     def low(self) -> tuple[Low | None, Low | None]:
         """Return what the forward adds beside gate and up, and beside down."""
         return _low_of(self.factors, self.scaling)
+
+    def count(self, rows: Tensor, offsets: Tensor, parameters: Weights) -> None:
+        """Let a mode of torch that counts operations see the products of a forward."""
+        _count(rows, offsets, parameters[0], parameters[2], *self.factors)
 
     def apply(self, x: Tensor, weight: Tensor, parameters: Weights, layer: EPAll2AllLayer, topk_idx: Tensor,
               layout: EPLayout, kernel: Kernel) -> Tensor:
@@ -293,30 +305,49 @@ def run_mixed(moe: EPMoE, state: State, layer: EPAll2AllLayer | LowLatencyAll2Al
 
     numbers: of check_numbers.  They travel with the tokens.
     """
+    is_few = isinstance(layer, LowLatencyAll2All)
+    try:
+        factors, weights = state.copied_factors(moe), moe._weights()
+    except Exception as error:
+        layer._propagate(_C.OP_LL_DISPATCH if is_few else _C.OP_PLAN, error, 0)
+    if factors.are_columns:
+        return _run_columns(moe, factors, weights, layer, x, topk_idx, topk_weights, numbers)
     if isinstance(layer, LowLatencyAll2All):
         rows, number, counts, handle = layer._dispatch_tagged(x, topk_idx, topk_weights, numbers)
         if moe._records_stats:
             moe._count(counts)
         try:
-            y = _multiply_mixed(moe, state, rows, handle.expert_offsets, number)
+            y = _multiply_mixed(moe, factors, rows, handle.expert_offsets, number)
         except Exception as error:
             layer._propagate(_C.OP_LL_COMBINE, error, handle.buffer)
         return layer.combine(y, handle), None
     rows, row_weight, number, layout = layer._dispatch_tagged(x, topk_idx, topk_weights, numbers)
     try:
-        y = _multiply_mixed(moe, state, rows, layout.expert_offsets, number)
+        y = _multiply_mixed(moe, factors, rows, layout.expert_offsets, number)
     except Exception as error:
         layer._propagate(_C.OP_COMBINE, error, layout.buffer)
     return layer.combine(y, layout, row_weight), layout
 
 
-def _multiply_mixed(moe: EPMoE, state: State, rows: Tensor, offsets: Tensor, numbers: Tensor) -> Tensor:
+def _run_columns(moe: EPMoE, copied: CopiedFactors, weights: Weights,
+                 layer: EPAll2AllLayer | LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
+                 numbers: Tensor) -> tuple[Tensor, Layout | None]:
+    """Apply the experts in one call of the module."""
+    pairs = [copied.factors.get(name, (None, None)) for name in WEIGHTS]
+    lora = LoraOfCall([t for pair in pairs for t in pair], mixture=(numbers, copied.r))
+    if isinstance(layer, LowLatencyAll2All):
+        y, counts = decoding.run(layer, x, topk_idx, topk_weights, weights, moe.activation, lora=lora)
+        if moe._records_stats:
+            moe._count(counts)
+        return y, None
+    return experts_ops.run(layer, x, topk_idx, topk_weights, weights, moe.activation, lora=lora)
+
+
+def _multiply_mixed(moe: EPMoE, copied: CopiedFactors, rows: Tensor, offsets: Tensor,
+                    numbers: Tensor) -> Tensor:
     """Return the outputs [M, H] for rows [M, H].  numbers: [M], that of each row's adapter."""
-    factors = state.copied_factors(moe)
     with torch.autocast(rows.device.type, enabled=False):  # the dtypes are chosen already
-        if factors.are_columns:
-            return _multiply_columns(moe, factors, rows, offsets, numbers)
-        mixture = _Groups(moe, factors, offsets, numbers)
+        mixture = _Groups(moe, copied, offsets, numbers)
         h = mixture.linear("gate_up_proj", rows)
         return mixture.linear("down_proj", activate_rows(h, moe.activation, offsets))
 
@@ -331,7 +362,7 @@ class CopiedFactors:
         are_columns: Whether the factors are those of one adapter of rank n * r, or of L * n experts.
         factors: {weight: (s A, B)} of those that an adapter changes: [L, n * r, K] and [L, N, n * r], or
             [L * n, r, K] and [L * n, N, r].
-        number: [n * r]: to which adapter a column of the products with A belongs.
+        r: The largest rank, padded.
     """
 
     def __init__(self, moe: EPMoE, adapters: Sequence[Adapter]) -> None:
@@ -339,19 +370,19 @@ class CopiedFactors:
         self._copied: torch.cuda.Event | None = None  # when the last copy has run
         self._num, like = len(adapters), next(adapters[0].parameters())
         widest = max(adapter.r for adapter in adapters)
-        self._r = widest if like.dtype == torch.float32 else padded_rank(widest)
-        self.are_columns = (self._num * self._r <= _FEW_COLUMNS and like.dtype == moe.layer.dtype
+        self.r = widest if like.dtype == torch.float32 else padded_rank(widest)
+        self.are_columns = (self._num * self.r <= _FEW_COLUMNS and like.dtype == moe.layer.dtype
                             and _adds_at_once(moe, like, adapters)
                             and is_one_call(moe.layer, moe._weights()))
-        self.number = torch.arange(self._num, device=like.device).repeat_interleave(self._r)
-        self.factors = dict[str, low_rank.Factors]()
+        self._device = like.device
+        self.factors = dict[str, Low]()
         with torch.inference_mode(False):
             for name in WEIGHTS:
                 if any(adapter.factors(name) for adapter in adapters):
                     num, n, k = moe._shapes[name]
-                    a = like.new_zeros(num * self._num, self._r, k)
-                    b = (like.new_zeros(num, n, self._num * self._r) if self.are_columns
-                         else like.new_zeros(num * self._num, n, self._r))
+                    a = like.new_zeros(num * self._num, self.r, k)
+                    b = (like.new_zeros(num, n, self._num * self.r) if self.are_columns
+                         else like.new_zeros(num * self._num, n, self.r))
                     self.factors[name] = a.view(num, -1, k) if self.are_columns else a, b
 
     def update(self, always: bool = False) -> None:
@@ -360,7 +391,7 @@ class CopiedFactors:
         always: copy them in any case.
         """
         versions = [(p.data_ptr(), p._version) for adapter in self.adapters for p in adapter.parameters()]
-        on_gpu = self.number.device.type == "cuda"
+        on_gpu = self._device.type == "cuda"
         captures = on_gpu and torch.cuda.is_current_stream_capturing()
         if versions == self._versions and not always:
             if self._copied is not None and not captures:  # on another stream, perhaps
@@ -368,8 +399,8 @@ class CopiedFactors:
             return
         with torch.inference_mode(False), torch.no_grad():
             for name, (a, b) in self.factors.items():
-                of_a = a.view(-1, self._num, self._r, a.shape[-1])  # [L, n, r, K] and [L, n, N, r]
-                of_b = (b.unflatten(2, (self._num, self._r)).permute(0, 2, 1, 3) if self.are_columns
+                of_a = a.view(-1, self._num, self.r, a.shape[-1])  # [L, n, r, K] and [L, n, N, r]
+                of_b = (b.unflatten(2, (self._num, self.r)).permute(0, 2, 1, 3) if self.are_columns
                         else b.unflatten(0, (-1, self._num)))
                 for i, adapter in enumerate(self.adapters):
                     pair = adapter.factors(name)
@@ -379,23 +410,6 @@ class CopiedFactors:
         if not captures:  # a captured copy has not run
             self._versions = versions
             self._copied = torch.cuda.current_stream().record_event() if on_gpu else None
-
-
-def _multiply_columns(moe: EPMoE, copied: CopiedFactors, rows: Tensor, offsets: Tensor,
-                      numbers: Tensor) -> Tensor:
-    """Multiply by the factors of all adapters, and set the columns of other adapters to zero."""
-    own = numbers[:, None] == copied.number
-
-    def linear(name: str, x: Tensor, activation: Activation | None) -> Tensor:
-        low = None
-        if name in copied.factors:
-            a, b = copied.factors[name]
-            low = torch.where(own, _product(FORWARD, x, a, offsets), 0), b
-        weight, bias = getattr(moe, name).detach().contiguous(), getattr(moe, name + "_bias")
-        return low_rank.multiply(x, weight, offsets, low, kernel=as_kernel(activation),
-                                 bias=bias_of(moe.layer, bias))[0]
-
-    return linear("down_proj", linear("gate_up_proj", rows.contiguous(), moe.activation), None)
 
 
 class _Groups:

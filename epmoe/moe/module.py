@@ -813,7 +813,9 @@ class EPMoE(nn.Module):
         try:
             scales = None if self._format.has_gradients else self._format.scales(self)
             adapter = None if self._lora is None else lora.adapter_of_call(self)
-            of_call = lora_products.LoraOfCall(self, adapter) if at_once and adapter is not None else None
+            of_call = None
+            if at_once and adapter is not None:
+                of_call = lora_products.LoraOfCall.of_adapter(self, adapter)
         except Exception as error:
             first = _C.OP_LL_DISPATCH if isinstance(layer, LowLatencyAll2All) else _C.OP_PLAN
             layer._propagate(first, error, 0)

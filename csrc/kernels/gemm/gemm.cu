@@ -117,7 +117,8 @@ static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *s
     return ep_launch_clusters(k, &l, stream);
 }
 
-static int launch_hopper_w4(const EpGemmW4Params *p, uint32_t num_sms, void *stream) {
+static int launch_hopper_w4(const EpGemmW4Params *p, const EpCapabilities *c, void *stream) {
+    const uint32_t num_sms = c->num_sms;
     const bool is_large = !ep_gemm_is_small_m(&p->gemm), f16 = p->gemm.is_f16;
     EpGemmW4Kernels *tables = p->weights.format == EP_MXFP4
                                   ? f16 ? &ep_gemm_kernels_mxfp4_f16 : &ep_gemm_kernels_mxfp4_bf16
@@ -135,9 +136,11 @@ static int launch_hopper_w4(const EpGemmW4Params *p, uint32_t num_sms, void *str
      * block that is not full is the last one of its expert. */
     const uint64_t M = p->gemm.num_rows, most_blocks = M / 16 + p->gemm.num_experts;
     const uint64_t most_tiles = (M < most_blocks ? M : most_blocks) * ((p->gemm.n + 127) / 128);
-    const uint32_t num_pairs = num_sms / 2 * (is_large ? 1 : 2);
+    const uint32_t num_pairs = num_sms / 2 * (is_large || c->is_shared ? 1 : 2);
     const uint32_t num_ctas = 2 * (most_tiles < num_pairs ? (uint32_t)most_tiles : num_pairs);
-    const EpClusterLaunch l = {num_ctas, false, &q, rows, rows};
+    EpClusterLaunch l = {num_ctas, false, &q, rows, rows};
+    /* CTAs of half an SM were not started beside CTAs of other ranks that waited: a deadlock. */
+    l.needs_whole_sms = c->is_shared && !is_large;
     return ep_launch_clusters(k, &l, stream);
 }
 
@@ -175,7 +178,7 @@ static int launch_low_rank(const EpGemmLowRankParams *p, const EpCapabilities *c
 static int launch_w4(const EpGemmW4Params *p, const EpCapabilities *c, void *stream) {
     const EpGemmParams *g = &p->gemm;
     if (g->num_rows == 0 || g->num_experts == 0) return 0;
-    if (c->has_hopper && !g->is_portable) return launch_hopper_w4(p, c->num_sms, stream);
+    if (c->has_hopper && !g->is_portable) return launch_hopper_w4(p, c, stream);
     return (g->is_f16 ? launch_portable_w4<true> : launch_portable_w4<false>)(p, 4 * c->num_sms,
                                                                               (cudaStream_t)stream);
 }
