@@ -325,9 +325,14 @@ int ep_layer_waited(EpLayer *layer, uint64_t *ns, uint32_t *num_ranks);
 /* What the latest ep_layer_experts of a buffer has found: which helper slots compute rows of which experts,
  * and how many. Empty, if it has balanced nothing. */
 int ep_layer_helps(EpLayer *layer, uint32_t buffer, EpHelps *helps);
-/* The physical expert of each choice of a plan, i32 [T][K], after this help; -1: dropped. */
-int ep_layer_move_choices(EpLayer *layer, uint32_t buffer, const EpTensor *plan, const EpTensor *indices,
-                          void *stream);
+/* Give a layer the memory through which weights travel to helper slots: num_slots slots of slot_bytes in
+ * `heap` from off on, a multiple of 256. */
+int ep_layer_set_staging(EpLayer *layer, EpHeap *heap, uint64_t off, uint64_t slot_bytes, uint32_t num_slots);
+/* Collective: let the helper slots hold what they held in the call that has found these helps: a barrier, the
+ * weights, and another barrier. expert, slot [num]: of the helps. weights: gate_up, gate_up_bias, down and
+ * down_bias of that call; NULL: a bias that is not there, or of which the caller needs nothing. */
+int ep_layer_restore_weights(EpLayer *layer, uint32_t buffer, uint32_t num, const uint32_t *expert,
+                             const uint32_t *slot, const EpTensor *const weights[4], void *stream);
 /* Enter operation `op` only to report that this rank failed with `code`. The other ranks raise an error
  * instead of waiting. */
 int ep_layer_propagate_error(EpLayer *layer, uint32_t buffer, uint32_t op, int code, void *stream);

@@ -159,6 +159,7 @@ def strategies(st, torch, _C):
              "code": mostly(st.integers(-15, 2)), "part": mostly(st.sampled_from([1, 2, 3, 3, 3])),
              "text": mostly(st.text(max_size=300)),
              "nonce": mostly(st.sampled_from([b"n" * 16, b"", b"n" * 17])),
+             "helps": mostly(st.sampled_from([[], [(0, 1, 5)], [(1, 0)], [(0,)], [(9, 9, 9)] * 65, (0, 1)])),
              "names": mostly(st.sampled_from([b"\x06abcde\0\0" * i for i in range(9)])),
              "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [],
                                       {"TypeError": TypeError}])}
@@ -200,7 +201,8 @@ SIGNATURES = {
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
     "layer_waited": "L", "find_helps": "config small small shape",
-    "layer_helps": "L small", "layer_move_choices": "L small plan idx",
+    "layer_helps": "L small", "layer_set_staging": "L H off size small",
+    "layer_restore_weights": "L small plan helps tensor weight? tensor weight?",
     "layer_dispatch": "L small | x no weight? plan rows no row_weight? recv tag? row_tag? small small"
                       " or L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight? recv"
                       " no no zero small",
@@ -214,7 +216,7 @@ SIGNATURES = {
                           " out_scalar? small small"
                           " or L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? no plan"
                           " recv out no zero zero",
-    "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan recv rows"
+    "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan idx? recv rows"
                      " row_weight out? tensor tensor out tensor? tensor? rows? tensor? tensor? rows? tag?"
                      " row_tag? small small seconds seconds small small small small zero small",
     "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight"

@@ -8,6 +8,19 @@
 #include "layer/prepare.h"
 #include "protocol/plan.h"
 #include "runtime/error.h"
+#include "runtime/tensor.h"
+
+enum { ALIGNMENT = 256 }; /* of each weight in a slot of the staging, in bytes */
+
+static uint64_t aligned(uint64_t num_bytes) { return (num_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+/* The bytes of one expert's part of a weight [L][..]. */
+static uint64_t bytes_of_expert(const EpTensor *t) {
+    uint64_t num_bytes = t->element_bytes;
+    for (uint32_t d = 1; d < t->num_dims; d++) num_bytes *= (uint64_t)t->shape[d];
+    return num_bytes;
+}
+
+/* ---- helps ---- */
 
 /* The first row of an expert at its rank, in the plan that has these choices of all experts. */
 static uint32_t first_row(const EpLayer *l, const int32_t *choices, uint32_t expert) {
@@ -55,8 +68,8 @@ int ep_layer_helps(EpLayer *l, uint32_t buffer, EpHelps *helps) {
     return ep_layer_unlock(l, buffer, 0);
 }
 
-static int move_choices(EpLayer *l, uint32_t buffer, const EpTensor *plan, const EpTensor *indices,
-                        void *stream) {
+int ep_layer_move_choices(EpLayer *l, uint32_t buffer, const EpTensor *plan, const EpTensor *indices,
+                          void *stream) {
     const EpShape *s = &l->config.shape;
     if (indices->num_dims != 2)
         return ep_error(EP_EINVAL, "indices: wanted 2 dimensions [T, %u], got %u", s->num_topk,
@@ -73,8 +86,106 @@ static int move_choices(EpLayer *l, uint32_t buffer, const EpTensor *plan, const
     return ep_heap_backend(l->heap)->move_choices(ep_heap_device(l->heap), &p, stream);
 }
 
-int ep_layer_move_choices(EpLayer *l, uint32_t buffer, const EpTensor *plan, const EpTensor *indices,
-                          void *stream) {
+/* ---- weights ---- */
+
+int ep_layer_set_staging(EpLayer *l, EpHeap *heap, uint64_t off, uint64_t slot_bytes, uint32_t num_slots) {
+    if (off % ALIGNMENT || slot_bytes % ALIGNMENT)
+        return ep_error(EP_EINVAL, "a staging at %llu, slots of %llu bytes: must be multiples of %u",
+                        (unsigned long long)off, (unsigned long long)slot_bytes, ALIGNMENT);
+    if (!num_slots || num_slots >= ep_num_local_experts(&l->config.shape))
+        return ep_error(EP_EINVAL,
+                        "a staging of %u helper slots: must be fewer than the %u experts of a rank",
+                        num_slots, ep_num_local_experts(&l->config.shape));
+    for (uint32_t b = 0; b < l->config.num_buffers; b++) EP_TRY(ep_layer_lock(l, b));
+    EpHeap *const before = l->staging.heap;
+    l->staging = (EpStaging){ep_heap_retain(heap), off, slot_bytes, num_slots};
+    for (uint32_t b = 0; b < l->config.num_buffers; b++) ep_layer_unlock(l, b, 0);
+    if (before) ep_heap_release(before);
+    return 0;
+}
+
+/* Copy between the weights of expert `at` of this rank and a slot: to the staging of `to`, or, if to is this
+ * rank itself, from its own staging. */
+static int copy(const EpLayer *l, const EpHelpedWeights *w, uint32_t at, uint32_t slot, uint32_t to,
+                void *stream) {
+    const EpStaging *s = &l->staging;
+    const uint32_t L = ep_num_local_experts(&l->config.shape), me = l->buffers[0].comm.my_rank;
+    uint64_t off = s->off + (slot % L - (L - s->num_slots)) * s->slot_bytes;
+    for (uint32_t i = 0; i < EP_NUM_WEIGHTS; i++) {
+        const EpTensor *t = w->weights[i];
+        if (!t) continue;
+        const uint64_t num_bytes = bytes_of_expert(t);
+        char *own = (char *)t->data + at % L * num_bytes;
+        EP_TRY(to == me ? ep_heap_get(s->heap, own, off, num_bytes, me, stream)
+                        : ep_heap_put(s->heap, off, own, num_bytes, to, stream));
+        off += aligned(num_bytes);
+    }
+    return 0;
+}
+
+static int check_slots(const EpLayer *l, const EpHelpedWeights *w) {
+    const uint32_t L = ep_num_local_experts(&l->config.shape), E = l->config.shape.num_experts;
+    uint64_t num_bytes = 0;
+    for (uint32_t i = 0; i < EP_NUM_WEIGHTS; i++)
+        if (w->weights[i]) num_bytes += aligned(bytes_of_expert(w->weights[i]));
+    if (!l->staging.heap)
+        return ep_error(EP_EINVAL, "helper slots: this layer has no staging for their weights");
+    if (num_bytes > l->staging.slot_bytes)
+        return ep_error(EP_EINVAL, "helper slots: the weights of an expert have %llu bytes, and a slot %llu",
+                        (unsigned long long)num_bytes, (unsigned long long)l->staging.slot_bytes);
+    for (uint32_t i = 0; i < w->num; i++)
+        if (w->expert[i] >= E || w->slot[i] >= E || w->slot[i] % L < L - l->staging.num_slots ||
+            w->expert[i] / L == w->slot[i] / L)
+            return ep_error(EP_EINVAL,
+                            "helper slot %u for expert %u: of %u experts, the last %u of each %u "
+                            "are slots, for experts of other ranks",
+                            w->slot[i], w->expert[i], E, l->staging.num_slots, L);
+    return 0;
+}
+
+int ep_layer_send_weights(const EpLayer *l, const EpHelpedWeights *w, void *stream) {
+    const uint32_t L = ep_num_local_experts(&l->config.shape);
+    EP_TRY(check_slots(l, w));
+    for (uint32_t i = 0; i < w->num; i++)
+        if (w->expert[i] / L == l->buffers[0].comm.my_rank)
+            EP_TRY(copy(l, w, w->expert[i], w->slot[i], w->slot[i] / L, stream));
+    return 0;
+}
+
+int ep_layer_receive_weights(const EpLayer *l, const EpHelpedWeights *w, void *stream) {
+    const uint32_t L = ep_num_local_experts(&l->config.shape), me = l->buffers[0].comm.my_rank;
+    EP_TRY(check_slots(l, w));
+    for (uint32_t i = 0; i < w->num; i++)
+        if (w->slot[i] / L == me) EP_TRY(copy(l, w, w->slot[i], w->slot[i], me, stream));
+    return 0;
+}
+
+static int check_weights(const EpLayer *l, const EpHelpedWeights *w) {
+    const EpBackendKind kind = ep_heap_kind(l->heap);
+    const int64_t L = ep_num_local_experts(&l->config.shape);
+    for (uint32_t i = 0; i < EP_NUM_WEIGHTS; i++) {
+        const EpTensor *t = w->weights[i];
+        const EpWanted wanted = {"weights", t, l->config.shape.dtype, i % 2 ? 2 : 3, {L, -1, -1, -1}};
+        EP_TRY(ep_tensor_check(&wanted, kind, ep_heap_device(l->heap), 1));
+    }
+    return check_slots(l, w);
+}
+
+static int restore(EpLayer *l, uint32_t buffer, const EpHelpedWeights *w, void *stream) {
+    int code = check_weights(l, w);
+    if (code) return ep_layer_fail(l, buffer, EP_OP_BARRIER, code, stream);
+    EP_TRY(ep_layer_barrier_locked(l, buffer, stream));
+    code = ep_layer_send_weights(l, w, stream);
+    if (code) return ep_layer_fail(l, buffer, EP_OP_BARRIER, code, stream);
+    EP_TRY(ep_layer_barrier_locked(l, buffer, stream));
+    code = ep_layer_receive_weights(l, w, stream);
+    return code ? ep_layer_fail(l, buffer, EP_OP_DISPATCH, code, stream) : 0;
+}
+
+int ep_layer_restore_weights(EpLayer *l, uint32_t buffer, uint32_t num, const uint32_t *expert,
+                             const uint32_t *slot, const EpTensor *const weights[4], void *stream) {
+    EpHelpedWeights w = {.num = num, .expert = expert, .slot = slot};
+    for (uint32_t i = 0; i < EP_NUM_WEIGHTS; i++) w.weights[i] = weights[i];
     EP_TRY(ep_layer_lock(l, buffer));
-    return ep_layer_unlock(l, buffer, move_choices(l, buffer, plan, indices, stream));
+    return ep_layer_unlock(l, buffer, restore(l, buffer, &w, stream));
 }

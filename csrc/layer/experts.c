@@ -175,14 +175,15 @@ static int check_mixture(const EpTensor *tag, const EpTensor *row_tag, uint32_t 
     return 0;
 }
 
-static int check_balance(const Call *c, const EpBalance *b) {
+static int check_balance(const Call *c, const EpBalance *b, const EpTensor *moved) {
     const EpLayerConfig *config = &c->layer->config;
     const uint32_t L = ep_num_local_experts(&config->shape);
     if (b->num_slots >= L)
         return ep_error(EP_EINVAL, "helper_slots %u: must be fewer than the %u experts of a rank",
                         b->num_slots, L);
-    if (b->num_slots && !config->host_counts)
-        return ep_error(EP_EINVAL, "helper_slots %u: wanted a layer with host_counts", b->num_slots);
+    if (b->num_slots && (!config->host_counts || !moved))
+        return ep_error(EP_EINVAL, "helper_slots %u: wanted a layer with host_counts, and moved",
+                        b->num_slots);
     return 0;
 }
 
@@ -217,37 +218,57 @@ static int multiply_down(const Call *c, const Weights *w, const EpTensor *rows, 
                          low);
 }
 
+/* After the first plan: find who helps whom, let the weights travel, and make a plan of the moved choices.
+ * code: becomes what the next operation has to report. */
+static int help(Call *c, const EpExpertsArgs *a, const EpBalance *balance, EpRan *ran, int *code) {
+    EpMoveChoicesParams *moves = &c->layer->moves[c->buffer];
+    const EpPlanArgs plan = {.indices = a->moved, .plan = a->plan};
+    moves->num = 0;
+    if (!balance->num_slots) return 0;
+    EP_TRY(ep_layer_find_helps(c->layer, c->buffer, balance, a->plan, c->stream, &ran->num_rows));
+    if (!moves->num) return 0;
+    const EpHelpedWeights w = {
+        moves->num, moves->expert, moves->slot, {a->gate_up, a->gate_up_bias, a->down, a->down_bias}};
+    /* Each rank has entered the first plan after it last read its staging. */
+    *code = ep_layer_send_weights(c->layer, &w, c->stream);
+    if (!*code) *code = ep_layer_move_choices(c->layer, c->buffer, a->plan, a->moved, c->stream);
+    EP_TRY(report(c, EP_OP_PLAN, *code));
+    EP_TRY(run(c, EP_OP_PLAN, &plan, NULL));
+    *code = ep_layer_receive_weights(c->layer, &w, c->stream);
+    return 0;
+}
+
 static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     const Low low_up = MIXED_LOW_OF(a, gate_up), low_down = MIXED_LOW_OF(a, down);
     const bool is_fused = !a->row_tag && !has_low(low_up) && !has_low(low_down) &&
                           fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan, .balance_key = a->balance_key};
-    const EpDispatchArgs dispatch = {.x = a->x,
-                                     .weight = a->weight,
-                                     .plan = a->plan,
-                                     .rows = a->rows,
-                                     .row_weight = a->row_weight,
-                                     .recv = a->recv,
-                                     .tag = a->tag,
-                                     .row_tag = a->row_tag,
-                                     .requires_grad = a->requires_grad,
-                                     .awaits_rows = a->awaits_rows};
-    const EpDispatchGemmArgs dispatch_gemm = {.x = a->x,
-                                              .weight = a->weight,
-                                              .plan = a->plan,
-                                              .rows = a->rows,
-                                              .row_weight = a->row_weight,
-                                              .recv = a->recv,
-                                              .gemm_weight = a->gate_up,
-                                              .bias = a->gate_up_bias,
-                                              .out = a->a,
-                                              .saved = a->h,
-                                              .activation = a->activation,
-                                              .alpha = a->alpha,
-                                              .limit = a->limit,
-                                              .requires_grad = a->requires_grad,
-                                              .kind = EP_GEMM_FORWARD,
-                                              .awaits_rows = a->awaits_rows};
+    EpDispatchArgs dispatch = {.x = a->x,
+                               .weight = a->weight,
+                               .plan = a->plan,
+                               .rows = a->rows,
+                               .row_weight = a->row_weight,
+                               .recv = a->recv,
+                               .tag = a->tag,
+                               .row_tag = a->row_tag,
+                               .requires_grad = a->requires_grad,
+                               .awaits_rows = a->awaits_rows};
+    EpDispatchGemmArgs dispatch_gemm = {.x = a->x,
+                                        .weight = a->weight,
+                                        .plan = a->plan,
+                                        .rows = a->rows,
+                                        .row_weight = a->row_weight,
+                                        .recv = a->recv,
+                                        .gemm_weight = a->gate_up,
+                                        .bias = a->gate_up_bias,
+                                        .out = a->a,
+                                        .saved = a->h,
+                                        .activation = a->activation,
+                                        .alpha = a->alpha,
+                                        .limit = a->limit,
+                                        .requires_grad = a->requires_grad,
+                                        .kind = EP_GEMM_FORWARD,
+                                        .awaits_rows = a->awaits_rows};
     const EpCombineArgs combine = {.rows = a->out_rows,
                                    .row_weight = a->row_weight,
                                    .plan = a->plan,
@@ -267,10 +288,11 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
 
     const Weights weights = WEIGHTS_OF(a);
     const EpBalance balance = {a->helper_slots, a->min_helped_rows};
+    const uint32_t room = a->rows->num_dims ? (uint32_t)a->rows->shape[0] : 0;
     int code = set_offsets_of_plan(c, a->plan);
     if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
     if (!code) code = check_weights(c, &weights);
-    if (!code) code = check_balance(c, &balance);
+    if (!code) code = check_balance(c, &balance, a->moved);
     if (!code) code = check_mixture(a->tag, a->row_tag, a->adapter_columns);
     if (!code && a->gate_up_scale && a->h)
         code = ep_error(EP_EINVAL, "h: must be absent, because weights of 4 bits have no gradients");
@@ -279,10 +301,12 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     if (!a->is_planned) {
         EP_TRY(report(c, EP_OP_PLAN, code));
         EP_TRY(run(c, EP_OP_PLAN, &plan, NULL));
-        c->layer->moves[c->buffer].num = 0;
-        if (balance.num_slots)
-            EP_TRY(ep_layer_find_helps(c->layer, c->buffer, &balance, a->plan, c->stream, &ran->num_rows));
-        if (c->layer->moves[c->buffer].num) return 0;
+        EP_TRY(help(c, a, &balance, ran, &code));
+        if (code == 0 && c->layer->moves[c->buffer].num) {
+            /* The host knows the number of rows. */
+            if (ran->num_rows > room || (a->awaits_rows && room - ran->num_rows >= a->awaits_rows)) return 0;
+            dispatch.awaits_rows = dispatch_gemm.awaits_rows = 0;
+        }
     } else if (code && a->awaits_rows) { /* if the plan has failed, no rank enters the dispatch */
         EP_TRY(ep_layer_rows_locked(c->layer, c->buffer, a->plan, c->stream, &ran->num_rows));
     }

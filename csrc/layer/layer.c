@@ -330,13 +330,14 @@ static void destroy(void *layer) {
 void ep_layer_release(EpLayer *l) {
     bool has_words = false;
     if (!l || atomic_fetch_sub(&l->num_refs, 1) != 1) return;
-    EpHeap *heap = l->heap;
+    EpHeap *heap = l->heap, *staging = l->staging.heap;
     if (ep_world_is_forked(ep_heap_world(heap))) return;
     for (uint32_t i = 0; i < l->config.num_buffers; i++)
         has_words |= l->buffers[i].on_stream && l->buffers[i].comm.host;
     if (has_words) ep_defer_free(ep_heap_deferred_layers(heap), &l->deferred_free, destroy, l);
     else destroy(l);
     ep_heap_release(heap);
+    if (staging) ep_heap_release(staging);
 }
 
 EpHeap *ep_layer_heap(EpLayer *l) { return l->heap; }
@@ -440,7 +441,7 @@ int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
     return ep_error(code, "%s", text);
 }
 
-static int barrier(EpLayer *l, uint32_t buffer, void *stream) {
+int ep_layer_barrier_locked(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     uint64_t record = ep_comm_begin_call(b, EP_OP_BARRIER, 0, 0, stream);
@@ -450,7 +451,7 @@ static int barrier(EpLayer *l, uint32_t buffer, void *stream) {
 
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EP_TRY(ep_layer_lock(l, buffer));
-    return ep_layer_unlock(l, buffer, barrier(l, buffer, stream));
+    return ep_layer_unlock(l, buffer, ep_layer_barrier_locked(l, buffer, stream));
 }
 
 int ep_layer_sync(EpLayer *l, void *stream) {

@@ -14,6 +14,21 @@
 #define EP_MAX_BUFFERS 16u
 _Static_assert(EP_MAX_BUFFERS <= 256, "a call record has 8 bits for the number of a buffer");
 
+/* Symmetric memory through which the weights of helper slots travel: num_slots slots of slot_bytes from off
+ * on. The layer has a reference to the heap. */
+typedef struct {
+    EpHeap *heap;
+    uint64_t off, slot_bytes;
+    uint32_t num_slots;
+} EpStaging;
+enum { EP_NUM_WEIGHTS = 4 }; /* gate and up, their bias, down, its bias */
+/* The slots of helps, and the weights [L][..] that they have a part of. A weight that is absent is NULL. */
+typedef struct {
+    uint32_t num;
+    const uint32_t *expert, *slot; /* both physical */
+    const EpTensor *weights[EP_NUM_WEIGHTS];
+} EpHelpedWeights;
+
 struct EpLayer {
     EpHeap *heap;
     EpLayerConfig config;
@@ -26,6 +41,7 @@ struct EpLayer {
     uint64_t ticket[EP_MAX_BUFFERS];    /* number of the newest plan of each buffer */
     const void *newest[EP_MAX_BUFFERS]; /* address of that plan */
     EpMoveChoicesParams moves[EP_MAX_BUFFERS]; /* of each buffer; see balance.c */
+    EpStaging staging;                         /* heap NULL: none */
     EpCommBuffer buffers[EP_MAX_BUFFERS];
     pthread_mutex_t locks[EP_MAX_BUFFERS]; /* each guards a buffer, and its ticket, newest and moves */
 };
@@ -55,6 +71,15 @@ int ep_layer_rows_locked(EpLayer *l, uint32_t buffer, const EpTensor *plan, void
  * num_rows: becomes M of this rank, that after the help. */
 int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const EpTensor *plan, void *stream,
                         uint32_t *num_rows);
+/* Copy the weights of this rank's helped experts to the stagings of the helpers, or those of its own staging
+ * to its helper slots. The weights have been checked. */
+int ep_layer_send_weights(const EpLayer *l, const EpHelpedWeights *w, void *stream);
+int ep_layer_receive_weights(const EpLayer *l, const EpHelpedWeights *w, void *stream);
+/* The physical expert of each choice of a plan, i32 [T][K], after the help that was found; -1: dropped. */
+int ep_layer_move_choices(EpLayer *l, uint32_t buffer, const EpTensor *plan, const EpTensor *indices,
+                          void *stream);
+/* ep_layer_barrier on a locked buffer. */
+int ep_layer_barrier_locked(EpLayer *l, uint32_t buffer, void *stream);
 /* Run an operation on a locked buffer. ran: NULL, or what the call has done, to which this is added. */
 int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran);
 

@@ -212,11 +212,11 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * exists, and indices is not read. If nothing was launched after the plan, because the outputs do not fit
  * (awaits_rows), the caller calls again, with is_planned. The rest is as in dispatch_gemm and gemm_combine.
  * Scales and zeros are those of weights of 4 bits, as EpGemm has them; NULL in 16 bits.
- * helper_slots: 0, or in a layer with host_counts how many of the last experts of each rank are helper slots;
- * min_helped_rows: see EpBalance. balance_key: not 0; ranks help each other only if all have the same. After
- * the plan the host waits for its counts. If ranks shall help others (ep_layer_helps), nothing else is
- * launched: the caller copies weights to the slots, makes a new plan of the indices that
- * ep_layer_move_choices gives, and calls again, with is_planned.
+ * helper_slots: 0, or in a layer with host_counts and a staging (ep_layer_set_staging) how many of the last
+ * experts of each rank are helper slots; min_helped_rows: see EpBalance. balance_key: not 0; ranks help each
+ * other only if all have the same. After the plan the host waits for its counts. If ranks shall help others
+ * (ep_layer_helps), weights travel to the slots, into gate_up, down and the biases, and a second plan has the
+ * choices of the slots, in moved i32 [T][K], which is scratch.
  * LoRA: beside the product of some rows with a weight of 16 bits, low_in multiplies the same rows, low_rows
  * gets the result, and its product with low_out is added (EpLowRank). gate_up_low_in [L][R][H],
  * gate_up_low_out [L][N][R] and gate_up_low_rows [>= M][R], or none of them; down_low_in [L][R][I],
@@ -236,6 +236,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, down_scale)               \
     X(S, OPTIONAL, down_zero)                \
     X(S, PLAN, plan)                         \
+    X(S, OWN_OUT_OPTIONAL, moved)            \
     X(S, OWN, recv)                          \
     X(S, OWN, rows)                          \
     X(S, OWN, row_weight)                    \

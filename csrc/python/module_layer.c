@@ -384,20 +384,49 @@ FAST(layer_helps) {
     return list;
 }
 
-/* (layer, buffer, plan, indices): indices becomes the physical expert of each choice after the help */
-FAST(layer_move_choices) {
-    uint32_t buffer;
-    EpTensor t[2];
-    const EpTensor *plan, *indices;
+/* (layer, heap, offset, bytes of a slot, number of slots) */
+FAST(layer_set_staging) {
+    uint64_t off, slot_bytes;
+    uint32_t num_slots;
     int code;
-    WANT(4);
+    WANT(5);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_own_tensor(args[2], false, &t[0], &plan) ||
-        !ep_get_own_tensor(args[3], false, &t[1], &indices))
+    EpHeap *h = l ? (EpHeap *)ep_get_object(args[1], HEAP) : NULL;
+    if (!h || !ep_get_u64(args[2], &off) || !ep_get_u64(args[3], &slot_bytes) ||
+        !ep_get_u32(args[4], &num_slots))
         return NULL;
-    void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
-    WITHOUT_LOCK(code = ep_layer_move_choices(l, buffer, plan, indices, stream));
+    WITHOUT_LOCK(code = ep_layer_set_staging(l, h, off, slot_bytes, num_slots));
     return ep_done(code);
+}
+
+/* (layer, buffer, plan, helps: a list of tuples that begin with (expert, slot), gate_up, gate_up_bias, down,
+ * down_bias): the slots hold the weights of the helped experts again */
+FAST(layer_restore_weights) {
+    uint32_t buffer, expert[EP_MAX_HELPS], slot[EP_MAX_HELPS];
+    EpTensor tensors[4];
+    const EpTensor *weights[4];
+    int code;
+    WANT(8);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    if (!PyList_Check(args[3]) || PyList_Size(args[3]) > EP_MAX_HELPS)
+        return PyErr_Format(PyExc_TypeError, "wanted a list of at most %u helps", EP_MAX_HELPS);
+    const uint32_t num = (uint32_t)PyList_Size(args[3]);
+    for (uint32_t i = 0; i < num; i++) {
+        PyObject *help = PyList_GetItem(args[3], i);
+        if (!PyTuple_Check(help) || PyTuple_Size(help) < 2)
+            return PyErr_Format(PyExc_TypeError, "wanted tuples that begin with (expert, slot), got %R",
+                                help);
+        if (!ep_get_u32(PyTuple_GetItem(help, 0), &expert[i]) ||
+            !ep_get_u32(PyTuple_GetItem(help, 1), &slot[i]))
+            return NULL;
+    }
+    for (uint32_t i = 0; i < 4; i++)
+        if (!ep_get_own_tensor(args[4 + i], i % 2, &tensors[i], &weights[i]))
+            return propagate_pending_error(l, buffer, EP_OP_BARRIER, args[2], false);
+    void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
+    WITHOUT_LOCK(code = ep_layer_restore_weights(l, buffer, num, expert, slot, weights, stream));
+    return done_together(code);
 }
 
 /* (config, helper_slots, min_rows, choices of each physical expert): who helps whom (protocol/balance.h), a
@@ -511,7 +540,8 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(layer_expert_rows),
                                   METHOD(layer_waited),
                                   METHOD(layer_helps),
-                                  METHOD(layer_move_choices),
+                                  METHOD(layer_set_staging),
+                                  METHOD(layer_restore_weights),
                                   METHOD(find_helps),
                                   METHOD(layer_trace),
                                   METHOD(layer_propagate_error),

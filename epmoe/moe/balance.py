@@ -10,6 +10,8 @@ The last physical experts of each rank are helper slots.  They hold no expert of
    the weights from its staging into the rows of its parameters that are its slots.
 4. Dispatch, products and combine run as in any call.  They know nothing of helps.
 
+All this is one call of the module (csrc/layer/experts.c, balance.c).
+
 Backward: another forward, or the caller, may have changed the slots since, so the weights travel again
 (restore).  The gradients of the slots then return to the experts: each helper copies them into its staging,
 and after a barrier the experts' ranks add them to their own, in the order of the slots.
@@ -19,7 +21,7 @@ cannot, nor can one that will have gradients of other weights than the rest.  A 
 plan says so (balance_key).
 
 When may a rank write the staging of another?  After an operation that this one entered after its last access
-to it: each rank enters an operation in stream order.  So help() writes after the first plan, and restore()
+to it: each rank enters an operation in stream order.  So a forward writes after the first plan, and restore()
 after a barrier.
 """
 
@@ -38,11 +40,9 @@ from ..comm.error_propagation import reporting
 from ..comm.heap import SymmetricHeap
 from ..comm.nodes import Nodes
 from ..comm.world import World
-from ..torch_modes import writing
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
-    from ..a2a.layout import EPLayout
     from .experts import Weights
     from .weights import WeightFormat
 
@@ -136,8 +136,10 @@ class Staging:
                 yield w, self._memory[slot, at:at + size].view(dtype or w.dtype).view(w.shape[1:])
                 at += aligned(size)
 
-    def put(self, room: Tensor, source: Tensor, rank: int) -> None:
-        self._heap.put(room, source, rank)
+    def give_to(self, layer: EPAll2AllLayer) -> None:
+        """Let the calls of a layer send weights through it."""
+        _C.layer_set_staging(layer._c, self._heap._c, self._heap.offset(self._memory), self.num_bytes,
+                             self.balance.slots)
 
     def at(self, room: Tensor, rank: int) -> Tensor:
         """Return the same room at another rank."""
@@ -165,6 +167,7 @@ def make_staging(balance: Balance, layer: EPAll2AllLayer, weights: Weights, fuse
     """Give a layer the staging for modules with such weights.  Collective."""
     assert isinstance(layer.world, World)
     layer.staging = Staging(layer.world, layer.device, balance, bytes_of_expert(weights, fuses))
+    layer.staging.give_to(layer)
 
 
 def aligned(num_bytes: int) -> int:
@@ -219,35 +222,23 @@ class Balancer:
                                                                 for i, is_wanted in enumerate(wanted))
         return self.balance.slots, self.min_rows, key
 
-    def help(self, layer: EPAll2AllLayer, layout: EPLayout, weights: Weights, wanted: Sequence[bool]) -> None:
-        """After a plan: fill the helper slots, and make another plan with them, if ranks shall help others.
+    def helps(self, layer: EPAll2AllLayer, buffer: int, wanted: Sequence[bool]) -> Helps | None:
+        """Return the helps of the latest call of layer_experts, or None: no rank helped.
 
-        Collective; all ranks find the same.  layout: that of the plan; it gets the Helps.  weights: those
-        that the products read.
+        wanted: see Helps.
         """
-        helps = _C.layer_helps(layer._c, layout.buffer)
-        if not helps:
-            return
-        layout._helps = Helps(helps, wanted, self.balance.slots)
-        self._send(layer, layout._helps, weights)
-        indices = layer._empty(layout.num_tokens, layer.topk, dtype=torch.int32)
-        _C.layer_move_choices(layer._c, layout.buffer, layout.plan, indices)
-        _C.layer_plan(layer._c, layout.buffer, (indices, None, layout.plan, 0))
-        with reporting(layer, _C.OP_DISPATCH, layout.buffer, layout.plan, True):
-            self._receive(layer, layout._helps, weights)
+        found = _C.layer_helps(layer._c, buffer)
+        return Helps(found, wanted, self.balance.slots) if found else None
 
     def restore(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
                 weights: Weights) -> None:
         """Before a backward: let the slots hold what they held in its forward.  Collective.
 
-        weights: those that the products read.
+        weights: those that the products read.  Autograd need not know that they are written: this comes
+        before each use.
         """
-        with reporting(layer, _C.OP_BARRIER, buffer, plan):
-            _barrier(layer, buffer)
-            self._send(layer, helps, weights)
-            _barrier(layer, buffer)
-        with reporting(layer, _C.OP_DISPATCH, buffer, plan):
-            self._receive(layer, helps, weights)
+        gate_up, gate_up_bias, down, down_bias = weights
+        _C.layer_restore_weights(layer._c, buffer, plan, helps.list, gate_up, gate_up_bias, down, down_bias)
 
     def return_gradients(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
                          grads: Sequence[Tensor | None], weights: Weights) -> None:
@@ -284,26 +275,6 @@ class Balancer:
     def _rooms(self, staging: Staging, slot: int, weights: Weights) -> Iterator[tuple[Tensor, Tensor]]:
         """Return the parts of a slot for gradients."""
         return staging.parts(slot, weights, self._gradient_dtype)
-
-    def _send(self, layer: EPAll2AllLayer, helps: Helps, weights: Weights) -> None:
-        """Copy the weights of this rank's experts to the staging of those who help them."""
-        staging, local = _staging(layer), layer.num_local_experts
-        with torch.no_grad():
-            for expert, slot, _ in helps.list:
-                if expert // local == layer.rank:
-                    for w, room in staging.parts(slot % local - local, weights):
-                        staging.put(room, w[expert % local], slot // local)
-
-    def _receive(self, layer: EPAll2AllLayer, helps: Helps, weights: Weights) -> None:
-        """Copy weights from this rank's staging into its helper slots."""
-        staging, local = _staging(layer), layer.num_local_experts
-        own = [w for w in weights if w is not None]
-        with writing(own):
-            for _, slot, _ in helps.list:
-                if slot // local == layer.rank:
-                    for w, room in staging.parts(slot % local - local, weights):
-                        # .data: autograd need not know, because restore() comes before each use
-                        w.data[slot % local].copy_(room)
 
 
 def count(layer: EPAll2AllLayer, helps: Helps, rows: Tensor) -> Tensor:

@@ -197,7 +197,10 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
     is_hint = not knows and hint != NO_SIZE_HINT  # hint follows from earlier calls
     empty, dtype = layer._allocator(), layer.dtype
     tag, adapter_columns = mixture or (None, 0)
-    balance = (0, 0, 0) if balancer is None else balancer.options(wanted)
+    balance, moved = (0, 0, 0), None
+    if balancer is not None and not is_planned:
+        balance = balancer.options(wanted)
+        moved = empty((num_tokens, layer.topk), (layer.topk, 1), torch.int32)
     recv = empty((layer._recv_words,), (1,), torch.int32)
     y = empty((num_tokens, hidden), (hidden, 1), dtype)
     while True:
@@ -220,19 +223,19 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         awaits_rows = 0 if knows else 1 + n // 8 if saves else ANY_SLACK
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
-            down_zero, layout.plan, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW), low_up,
-            *(low[1] or NO_LOW), low_down, tag, row_tag, adapter_columns, *kernel, saves, *balance,
+            down_zero, layout.plan, moved, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW),
+            low_up, *(low[1] or NO_LOW), low_down, tag, row_tag, adapter_columns, *kernel, saves, *balance,
             is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
+        if balancer is not None and not is_planned:
+            layout._helps = balancer.helps(layer, layout.buffer, wanted)
         if is_hint:
             if len(layer._size_hints) >= MOST_ROOMS and key not in layer._size_hints:
                 layer._size_hints.clear()
             layer._size_hints[key] = next_size_hint(hint, found, saves, hint - found >= awaits_rows)
         if is_launched:
             break
-        if balancer is not None and not is_planned:
-            balancer.help(layer, layout, (gate_up, gate_up_bias, down, down_bias), wanted)
         hint, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
     if layer.host_counts:
         layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
