@@ -31,7 +31,9 @@ def test_bench_lora_prints_and_writes_rows(tmp_path, size):
     wanted = {f"{name} {what}" for name in STEPS for what in ("forward", "backward", "both", "kept bytes")}
     few = {"epmoe decode", "epmoe LoRA decode", "epmoe 8 adapters decode"}
     assert set(found) == wanted | few | {"epmoe inference", "epmoe LoRA inference",
-                                         "epmoe 8 adapters inference"}
+                                         "epmoe 8 adapters inference", "epmoe with AdamW",
+                                         "epmoe LoRA with AdamW"}
+    assert set(found["epmoe LoRA with AdamW"]["ratios"]) == {"epmoe"}
     for name, row in found.items():
         assert row["bench"] == "lora" and row["tokens"] == (16 if name in few else 64)
         assert row["num_bytes" if name.endswith("bytes") else "ms"] > 0
@@ -61,3 +63,11 @@ def test_bench_lora_compares_peft_before_it_measures_it(monkeypatch):
         lora.add_peft(run, None, steps, (x, None, torch.ones(2, 1)), x, None, want)
         assert (list(steps) == ["peft"], len(said)) == ((True, 0) if factor == 1 else (True, 1))
     assert "y differs from that of torch LoRA" in said[0]
+
+
+def test_bench_lora_trains_with_adamw():
+    w = torch.ones(4, 4, requires_grad=True)
+    step = lora.WithAdamW.of(lora.Step(lambda x, weight: x @ w * weight, torch.ones(2, 4), torch.ones(2, 1),
+                                       torch.ones(2, 4), [w]))
+    step.backward(step.forward())
+    assert not torch.equal(w, torch.ones(4, 4)) and step.moments() == 2 * 4 * 4 * 4
