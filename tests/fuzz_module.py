@@ -216,7 +216,7 @@ SIGNATURES = {
                           " out_scalar? small small"
                           " or L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? no plan"
                           " recv out no zero zero",
-    "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan idx? recv rows"
+    "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan no recv rows"
                      " row_weight out? tensor tensor out tensor? tensor? rows? tensor? tensor? rows? tag?"
                      " row_tag? small small seconds seconds small small small small zero small",
     "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight"

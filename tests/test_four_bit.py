@@ -456,7 +456,7 @@ def by_matrix(t, leading):
     return t.unflatten(0, (*leading, -1)) if leading else t
 
 
-@pytest.mark.parametrize("leading", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("leading", [(2, 2), *(pytest.param(v, marks=pytest.mark.long) for v in ((), (3,)))])
 @pytest.mark.parametrize("format", INT4, ids=str)
 def test_four_bit_reads_and_writes_compressed_tensors(format, leading):
     for dtype in DTYPES:

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import epmoe
-from cases import keep
+from cases import first, keep
 from epmoe import Int4, reference
 from epmoe.gemm import four_bit
 from four_bit_cases import (HIDDEN, INNER, TOKENS, K, awq, by_columns, codes_of, compressed, deepseek,
@@ -18,7 +18,7 @@ from nodes_cases import run_nodes
 from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome
 
 # Under torchrun all ranks take part in every test.
-SIZES = (int(os.environ["WORLD_SIZE"]),) if "WORLD_SIZE" in os.environ else (1, 2, 3, 4)
+SIZES = (int(os.environ["WORLD_SIZE"]),) if "WORLD_SIZE" in os.environ else first(2, (3, 1, 2, 4))
 FORMATS = ["mxfp4", "int4", Int4(64, zero_points=True)]
 NAMES = ("gate_up_proj", "down_proj")
 

@@ -21,9 +21,9 @@ def test_numerics_do_not_depend_on_the_batch(ranks, dtype):
 
     def run(world, device):
         return [soak_batches.run_batch(world, device, 3, number, 25, False, dtype=dtype)
-                for number in range(3)]
+                for number in range(2)]
 
-    assert ranks(run, world_size=3) == [[0, 0, 0]] * ranks.size(3)
+    assert ranks(run, world_size=3) == [[0, 0]] * ranks.size(3)
 
 
 @pytest.mark.cpu_only

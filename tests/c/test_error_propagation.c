@@ -296,7 +296,7 @@ static bool missing_rank_body(Rank *me, void *arg) {
         default: code = ep_heap_wait(me->heap, 0, UINT64_MAX, true, NULL); break;
         }
     }
-    bool is_late = !is_within(start, limit + 3);
+    bool is_late = !is_within(start, limit + 30);
     double waited = seconds_now() - start;
     CHECK_CODE(me, EP_ETIMEOUT, code);
     if (missed != MISS_SIGNAL) CHECK(me, strstr(ep_error_text(), "timed out waiting for rank 2"));
