@@ -1,7 +1,9 @@
-/* balance.c - ranks with few rows help those with many: who helps whom, and the choices that move.
+/* balance.c - ranks with few rows help those with many: who helps whom, the choices that move, and the
+ * weights that travel.
  *
- * Exports ep_layer_find_helps for experts.c, and ep_layer_helps and ep_layer_move_choices. protocol/balance.h
- * has the arithmetic.
+ * Exports for experts.c ep_layer_find_helps, ep_layer_move_choices, ep_layer_send_weights and
+ * ep_layer_receive_weights; and ep_layer_helps, ep_layer_set_staging and ep_layer_restore_weights.
+ * protocol/balance.h has the arithmetic.
  * Invariant: moves[buffer] belongs to the latest call of ep_layer_experts on the buffer. */
 #include "backend.h"
 #include "layer/layer_state.h"
