@@ -38,7 +38,7 @@ def run_both(rank, world_size, folder):
             for argv in (DECODE, LAYER)}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.long)])
 def results(request, tmp_path_factory):
     """(ranks, folder, {command: (rows, stdout, stderr)} of rank 0)"""
     folder = tmp_path_factory.mktemp("w4")
