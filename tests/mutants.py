@@ -35,7 +35,7 @@ from pathlib import Path
 from endurance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = "csrc/protocol", "csrc/runtime", "csrc/cpu", "epmoe", "benchmarks"
+FOLDERS = "csrc/protocol", "csrc/runtime", "csrc/layer", "csrc/cpu", "epmoe", "benchmarks"
 # The tests of a file: those of the first pattern that fits. "C" means the C tests, other words for
 # tests/test_WORD.py. A file of epmoe that is not listed has the tests whose names begin with its first word.
 CONCERN = {

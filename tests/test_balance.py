@@ -484,6 +484,34 @@ def test_errors_reach_all_ranks_and_nothing_is_lost(ranks):
                 same_bits(got[name], want[name], name)
 
 
+def restores_wrong_slots(world, device):
+    """The module is given helps that no plan has found; then it works."""
+    moe = make(world, device)
+    want = forward(moe)[0]
+    local, weights = moe.layer.num_local_experts, (moe.gate_up_proj, None, moe.down_proj, None)
+    slot = 2 * local - 1  # of rank 1
+    num = moe.layer.num_experts
+    wrong = [(num, slot), (0, num), (0, local), (local, slot), (0, slot - 2)]
+    errors = []
+    for help in wrong:
+        def restore(helps=[help], **_):
+            _C.layer_restore_weights(moe.layer._c, 0, moe.last_layout.plan, helps, *weights)
+
+        errors.append(outcome(restore, moe.layer))
+        world.exchange(b"1")
+    for helps in ([(0, slot)] * 65, [(0,)], [[0, slot]], ((0, slot),)):
+        errors.append(outcome(functools.partial(restore, helps), moe.layer))
+    got = forward(moe)[0]
+    moe.finalize()
+    return [e.kind for e in errors], [e.text for e in errors[:5]], torch.equal(got, want)
+
+
+def test_slots_that_are_none_are_refused(ranks):
+    for kinds, texts, works in ranks(restores_wrong_slots, at_least=2):
+        assert kinds == ["ValueError"] * 5 + ["TypeError"] * 4 and works
+        assert all("helper slot" in text for text in texts), texts
+
+
 def fails_late(world, device, how):
     """One rank fails in a backward: it loses the weights, its own have changed, or main_grad is missing."""
     fuses = how == "main_grad"
