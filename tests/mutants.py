@@ -47,7 +47,7 @@ CONCERN = {
     "csrc/layer/balance*": "balance",
     "csrc/protocol/activation*": "moe_activations activation_gradients",
     "csrc/protocol/*": "C stages plan_* dispatch_rows combine_sums layer_padding low_latency errors_after",
-    "csrc/layer/experts*": "experts_* moe_arguments moe_layer moe_decode fused_forward",
+    "csrc/layer/experts*": "experts_* moe_arguments moe_layer moe_decode fused_forward balance moe_lora",
     "csrc/cpu/gemm*": "gemm_products moe_arguments fused_forward",
     "csrc/runtime/heap*": "C heap_*",
     "csrc/runtime/allocator*": "C heap_alloc heap_mistakes",
