@@ -103,6 +103,7 @@ def tests(sizes, num_gpus):
             at = next(first) if n < num_gpus else 0
             gpus = ",".join(str((at + i) % num_gpus) for i in range(num_gpus))
             # A rank counts only the ranks of its node, so under MPS the kernels of two nodes would not fit.
+            # Ranks that see no GPU run on the CPU. Then "GPU (" is not in the summary.
             command = torchrun(n, "-m", "pytest", "-q", "-rsfE", "--tb=short", *files(part))
             yield Step(f"tests-{n}-{part}", command, LONGEST_S, "GPU (",
                        {} if are_chosen else {"CUDA_VISIBLE_DEVICES": gpus},

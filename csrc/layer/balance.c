@@ -98,7 +98,7 @@ int ep_layer_set_staging(EpLayer *l, EpHeap *heap, uint64_t off, uint64_t slot_b
         return ep_error(EP_EINVAL,
                         "a staging of %u helper slots: must be fewer than the %u experts of a rank",
                         num_slots, ep_num_local_experts(&l->config.shape));
-    for (uint32_t b = 0; b < l->config.num_buffers; b++) EP_TRY(ep_layer_lock(l, b));
+    EP_TRY(ep_layer_lock_all(l));
     EpHeap *const before = l->staging.heap;
     l->staging = (EpStaging){ep_heap_retain(heap), off, slot_bytes, num_slots};
     for (uint32_t b = 0; b < l->config.num_buffers; b++) ep_layer_unlock(l, b, 0);
@@ -106,8 +106,8 @@ int ep_layer_set_staging(EpLayer *l, EpHeap *heap, uint64_t off, uint64_t slot_b
     return 0;
 }
 
-/* Copy between the weights of expert `at` of this rank and a slot: to the staging of `to`, or, if to is this
- * rank itself, from its own staging. */
+/* at: a physical expert of this rank. Copy its part of each weight to a slot in the staging of rank `to`. If
+ * `to` is this rank, copy it from the slot in this rank's own staging instead. */
 static int copy(const EpLayer *l, const EpHelpedWeights *w, uint32_t at, uint32_t slot, uint32_t to,
                 void *stream) {
     const EpStaging *s = &l->staging;

@@ -243,8 +243,7 @@ int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     return code;
 }
 
-/* Lock all buffers: no other thread of this rank is in an operation then. 0, or an error and no lock. */
-static int lock_all(EpLayer *l) {
+int ep_layer_lock_all(EpLayer *l) {
     int code = 0;
     for (uint32_t i = 0; i < l->config.num_buffers && !code; i++) {
         code = ep_layer_lock(l, i);
@@ -298,7 +297,7 @@ static int close_layer(EpLayer *l) {
     snprintf(why, sizeof why, "%s", ep_error_text());
     /* A rank was in another call. Nothing has happened. */
     if (code && code != EP_ECLOSED && !ep_world_check(world)) return ep_error(code, "%s", why);
-    EP_TRY(lock_all(l));
+    EP_TRY(ep_layer_lock_all(l));
     const int before = code;
     code = close_locked(l, code);
     for (uint32_t i = 0; i < l->config.num_buffers; i++) pthread_mutex_unlock(&l->locks[i]);

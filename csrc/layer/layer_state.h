@@ -22,7 +22,8 @@ typedef struct {
     uint32_t num_slots;
 } EpStaging;
 enum { EP_NUM_WEIGHTS = 4 }; /* gate and up, their bias, down, its bias */
-/* The slots of helps, and the weights [L][..] that they have a part of. A weight that is absent is NULL. */
+/* Which helper slot computes rows of which expert, and the weights [L][..] of this rank. A slot has one
+ * expert's part of each. A weight that is absent is NULL. */
 typedef struct {
     uint32_t num;
     const uint32_t *expert, *slot; /* both physical */
@@ -50,6 +51,8 @@ struct EpLayer {
  * which has a limit, or when the user interrupts it. The caller must not hold Python's lock, which that
  * operation may need. */
 int ep_layer_lock(EpLayer *l, uint32_t buffer);
+/* Lock all buffers: no other thread of this rank is in an operation then. 0, or an error and no lock. */
+int ep_layer_lock_all(EpLayer *l);
 /* Unlock a buffer, and return the code of what was called while it was locked. */
 static inline int ep_layer_unlock(EpLayer *l, uint32_t buffer, int code) {
     pthread_mutex_unlock(&l->locks[buffer]);

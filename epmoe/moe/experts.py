@@ -124,8 +124,8 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
             return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel,
                                   balancer), layout
         y, rows, *_ = forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False, scales,
-                         lora.low() if lora else (None, None), balancer,
-                         mixture=lora.mixture if lora else None)
+                              lora.low() if lora else (None, None), balancer,
+                              mixture=lora.mixture if lora else None)
         if lora is not None:
             lora.count(rows, expert_offsets(layer, layout.plan), parameters)
         return y, layout

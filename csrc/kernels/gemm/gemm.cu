@@ -139,7 +139,8 @@ static int launch_hopper_w4(const EpGemmW4Params *p, const EpCapabilities *c, vo
     const uint32_t num_pairs = num_sms / 2 * (is_large || c->is_shared ? 1 : 2);
     const uint32_t num_ctas = 2 * (most_tiles < num_pairs ? (uint32_t)most_tiles : num_pairs);
     EpClusterLaunch l = {num_ctas, false, &q, rows, rows};
-    /* CTAs of half an SM were not started beside CTAs of other ranks that waited: a deadlock. */
+    /* Where ranks share a GPU, a CTA has its SM alone, as in the other kernels. With half of an SM,
+     * these CTAs did not end while CTAs of other ranks waited for their rows (docs/experiments, E-150). */
     l.needs_whole_sms = c->is_shared && !is_large;
     return ep_launch_clusters(k, &l, stream);
 }
