@@ -130,15 +130,16 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
             mine, theirs = spawn.Pipe(duplex=False)
             args_of_rank = (fn, rank, world_size, store and store.port, backend, args, theirs)
             # Not a daemon: such a process may have no children, and a DataLoader with workers needs some.
-            p = spawn.Process(target=_rank_main, args=args_of_rank)
-            p.start()
+            processes.append(spawn.Process(target=_rank_main, args=args_of_rank))  # before Ctrl-C can come
+            processes[-1].start()
             theirs.close()
-            processes.append(p)
             pipes.append(mine)
         results, errors, waiting = _collect(pipes, timeout_s, may_die)
         is_done = not waiting
     finally:  # also after Ctrl-C
         for p in processes:
+            if p.pid is None:
+                continue  # it has not started
             p.join(_GRACE_S if is_done else 0.0)
             if p.is_alive():
                 p.kill()

@@ -155,6 +155,32 @@ def test_slots_are_restored_for_backwards(ranks):
             assert (balanced[1][name] - its).abs().max() <= 2**-5 * its.abs().max(), name
 
 
+def restores(world, device):
+    """How often the weights of the slots traveled again, in backwards after one forward and after two."""
+    moe, calls = make(world, device), []
+    restore = moe._balancer.restore
+    moe._balancer.restore = lambda *args: (calls.append(name), restore(*args))
+    name = "only"
+    backward(*forward(moe, 0))
+    first, second = forward(moe, 1), forward(moe, 2, (6, 7))
+    y, _, _ = forward(moe, 3, (3, 5))
+    name = "latest, twice"
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        moe(*batch(moe, 4, (1, 2)))
+    for name, step in ("second", second), ("first", first):
+        backward(*step)
+    moe.layer.synchronize()
+    moe.finalize()
+    return calls
+
+
+def test_weights_travel_again_only_if_the_slots_were_written(ranks):
+    for calls in ranks(restores):
+        assert calls == (["second", "first"] if ranks.size() > 1 else [])
+
+
 def sharing(world, device, balance=BALANCE):
     """Two modules of one layer, and a copy of one, in one graph."""
     one = make(world, device, balance=balance, rank_invariant=True)

@@ -280,7 +280,7 @@ def test_world_run_ranks_reports_failure(how, text):
 
 
 RANKS_PROGRAM = """
-import os, sys, time
+import os, signal, sys, time
 from epmoe.testing import run_ranks
 
 
@@ -290,6 +290,7 @@ def main(rank, world_size, folder):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in the background of a shell
     open(os.path.join(sys.argv[1], "new"), "w").close()
     try:
         run_ranks(main, 1, sys.argv[1], backend=None)

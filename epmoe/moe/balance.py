@@ -12,24 +12,25 @@ The last physical experts of each rank are helper slots.  They hold no expert of
 
 All this is one call of the module (csrc/layer/experts.c, balance.c).
 
-Backward: another forward, or the caller, may have changed the slots since, so the weights travel again
-(restore).  The gradients of the slots then return to the experts: each helper copies them into its staging,
-and after a barrier the experts' ranks add them to their own, in the order of the slots.
+Backward: if another forward has written the slots since, or the products read copies of the weights, the
+weights travel again (restore).  The gradients of the slots then return to the experts: each helper copies
+them into its staging.  After a barrier the experts' ranks add them to their own, in the order of the slots.
 
 Ranks help each other only where all can.  One that must show its operations to a profiler or a compiler
-cannot, nor can one that will have gradients of other weights than the rest.  A number in the headers of the
-plan says so (balance_key).
+cannot, nor can one that will have gradients of other weights than the rest, or whose products alone read
+copies of the weights.  A number in the headers of the plan says so (balance_key).
 
 When may a rank write the staging of another?  After an operation that this one entered after its last access
-to it: each rank enters an operation in stream order.  So a forward writes after the first plan, and restore()
-after a barrier.
+to it: each rank enters an operation in stream order.  So a forward writes after the first plan, restore()
+after a barrier, and return_gradients() after the operations of the backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from .weights import WeightFormat
 
 __all__ = ["Balance"]
+_Places: TypeAlias = "list[tuple[weakref.WeakValueDictionary[int, Helps], int]]"
 _ALIGNMENT = 256  # bytes, of each weight in the staging
 # So many rows take as long to multiply as the weights of their expert take to travel: a row needs 2
 # operations for each parameter, which has 2 bytes.  An H200 has about 700 TFLOP/s and 350 GB/s.
@@ -186,13 +188,33 @@ class Helps:
         list: [(physical expert, helper slot: a physical expert too, number of rows)], by slot, the same on
             all ranks.
         wanted: Of which of the four Weights the backward has gradients; of none without a backward.
+        places: Of the weights in whose slots they put experts: (_held(weight), its address).  Empty if the
+            products of the forward read copies of parameters.
     """
 
-    __slots__ = ("list", "wanted", "_slots")
+    __slots__ = ("list", "wanted", "places", "_slots", "__weakref__")
 
-    def __init__(self, helps: list[tuple[int, int, int]], wanted: Sequence[bool], slots: int) -> None:
+    def __init__(self, helps: list[tuple[int, int, int]], wanted: Sequence[bool], places: _Places,
+                 slots: int) -> None:
         self.list, self.wanted = sorted(helps, key=lambda help: help[1]), wanted
+        self.places = places
         self._slots = slots
+
+    def begin_backward(self) -> bool:
+        """Return whether the slots still hold what they held in the forward.
+
+        If not, they must be restored.  All ranks agree, because they run the same forwards and backwards in
+        the same order, and note what the slots hold before they do anything that could fail on one rank.
+        """
+        hold = bool(self.places) and all(held.get(address) is self for held, address in self.places)
+        if not hold:
+            _forget(self.places)
+        return hold
+
+    def are_in(self, weights: Weights) -> bool:
+        """Whether weights are those of the places: no program has given the parameters other memory."""
+        return all(any(held is its and address == its_address for its, its_address in self.places)
+                   for held, address in _places(weights))
 
     def by_rank(self, local: int) -> list[tuple[int, int, int]]:
         """Return [(logical expert, rank that helped, number of rows)].  local: L."""
@@ -213,22 +235,30 @@ class Balancer:
         self.balance = balance
         self.min_rows = balance.min_rows or _MIN_ROWS[layer.device.type]
 
-    def options(self, wanted: Sequence[bool]) -> tuple[int, int, int]:
-        """Return helper_slots, min_helped_rows and balance_key of a call; see csrc/protocol/ops.h.
+    def options(self, wanted: Sequence[bool], weights: Weights, parameters: Weights) -> tuple[int, int, int]:
+        """Begin a call.  Returns its helper_slots, min_helped_rows and balance_key; see csrc/protocol/ops.h.
 
-        wanted: see Helps.
+        wanted: see Helps.  weights: those that the products read: the parameters or copies.
         """
-        key = 1 + 16 * (self._gradient_dtype is not None) + sum(is_wanted << i
-                                                                for i, is_wanted in enumerate(wanted))
+        _forget(_places(parameters))
+        bits = self._gradient_dtype is not None, _are_read(parameters, weights), *wanted
+        key = 1 + sum(bit << i for i, bit in enumerate(bits))
         return self.balance.slots, self.min_rows, key
 
-    def helps(self, layer: EPAll2AllLayer, buffer: int, wanted: Sequence[bool]) -> Helps | None:
+    def helps(self, layer: EPAll2AllLayer, buffer: int, wanted: Sequence[bool], weights: Weights,
+              parameters: Weights) -> Helps | None:
         """Return the helps of the latest call of layer_experts, or None: no rank helped.
 
-        wanted: see Helps.
+        wanted: see Helps.  weights: those that the products read: the parameters or copies.
         """
         found = _C.layer_helps(layer._c, buffer)
-        return Helps(found, wanted, self.balance.slots) if found else None
+        if not found:
+            return None
+        places = _places(parameters) if _are_read(parameters, weights) else []
+        helps = Helps(found, wanted, places, self.balance.slots)
+        for held, address in places:
+            held[address] = helps
+        return helps
 
     def restore(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
                 weights: Weights) -> None:
@@ -287,6 +317,32 @@ def count(layer: EPAll2AllLayer, helps: Helps, rows: Tensor) -> Tensor:
             moved[slot % local] -= num
     by_expert = torch.tensor(moved, dtype=rows.dtype, device="cpu", pin_memory=rows.device.type == "cuda")
     return rows + by_expert.to(rows.device, non_blocking=True)  # pinned: the host does not wait
+
+
+def _are_read(parameters: Weights, weights: Weights) -> bool:
+    """Whether weights, which the products read, are the parameters and not copies."""
+    return all(w is p for w, p in zip(weights, parameters))
+
+
+def _held(weight: Tensor) -> weakref.WeakValueDictionary[int, Helps]:
+    """Return {address of a weight: the helps whose experts are in its slots}, of all weights in a storage.
+
+    It belongs to the storage, because modules can have weights in common, and an address is used again when
+    its memory was freed.
+    """
+    found: weakref.WeakValueDictionary[int, Helps] = weight.untyped_storage().__dict__.setdefault(
+        "_epmoe_helps", weakref.WeakValueDictionary())
+    return found
+
+
+def _places(weights: Weights) -> _Places:
+    return [(_held(w), w.data_ptr()) for w in weights if w is not None]
+
+
+def _forget(places: _Places) -> None:
+    """Note that it is not known what the slots hold."""
+    for held, address in places:
+        held.pop(address, None)
 
 
 def _given(grads: Sequence[Tensor | None], weights: Weights) -> list[Tensor | None]:

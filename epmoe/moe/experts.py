@@ -199,7 +199,8 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
     tag, adapter_columns = mixture or (None, 0)
     balance, moved = (0, 0, 0), None
     if balancer is not None and not is_planned:
-        balance = balancer.options(wanted)
+        weights = gate_up, gate_up_bias, down, down_bias
+        balance = balancer.options(wanted, weights, parameters)
         moved = empty((num_tokens, layer.topk), (layer.topk, 1), torch.int32)
     recv = empty((layer._recv_words,), (1,), torch.int32)
     y = empty((num_tokens, hidden), (hidden, 1), dtype)
@@ -229,7 +230,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         if is_launched:
             layout.recv = recv
         if balancer is not None and not is_planned:
-            layout._helps = balancer.helps(layer, layout.buffer, wanted)
+            layout._helps = balancer.helps(layer, layout.buffer, wanted, weights, parameters)
         if is_hint:
             if len(layer._size_hints) >= MOST_ROOMS and key not in layer._size_hints:
                 layer._size_hints.clear()
@@ -342,12 +343,14 @@ class _Experts(torch.autograd.Function):
 
 def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool]) -> _Gradients:
     """Return the gradients of x, weight, gate_up, gate_up_bias, down and down_bias, those that are needed."""
+    helps = ctx.helps
+    slots_hold = helps is not None and helps.begin_backward()
     plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = saved_tensors(
         ctx, layer, _C.OP_DISPATCH, dy)
     of_x, of_weight, of_gate_up, of_gate_up_bias, of_down, of_down_bias = needed
     d_gate_up = d_gate_up_bias = d_down = d_down_bias = None
     deferred_up, deferred_down = ctx.deferred_wgrads
-    parameters, helps = (gate_up, gate_up_bias, down, down_bias), ctx.helps
+    parameters = gate_up, gate_up_bias, down, down_bias
     if helps is not None:
         # Ranks send each other what was agreed in the forward, also if this backward needs less.
         if not of_gate_up:
@@ -355,9 +358,11 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         if not of_down:
             deferred_down = None
         of_gate_up, of_gate_up_bias, of_down, of_down_bias = helps.wanted
-        gate_up, down = aligned_all(gate_up, down)
-        down_bias = bias_of(layer, down_bias)
-        ctx.balancer.restore(layer, ctx.buffer, plan, helps, (gate_up, None, down, down_bias))
+        if not (slots_hold and helps.are_in(parameters)):
+            gate_up, down = aligned_all(gate_up, down)
+            down_bias = bias_of(layer, down_bias)
+            # The backward does not read the bias of gate and up.
+            ctx.balancer.restore(layer, ctx.buffer, plan, helps, (gate_up, None, down, down_bias))
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
         as_operators = is_watched() or is_transformed()
         check_mode(dy, gate_up, down, may_batch=True)
