@@ -71,6 +71,7 @@ class ExpertMap:
     logical_count: Tensor
     _counts: Tensor  # see _set
     _replicas: Tensor
+    _only: Tensor | None
 
     def __init__(self, physical_to_logical_map: Tensor, num_experts: int | None = None) -> None:
         p2l = physical_to_logical_map
@@ -96,21 +97,24 @@ class ExpertMap:
         number = torch.arange(len(order), device="cpu") - (counts.cumsum(0) - counts)[held[order]]
         rows = held.new_full((num_experts, len(logical) - num_experts + 1), -1)
         rows[held[order], number] = order
-        self._set(p2l.to(torch.int64, copy=True), rows.to(p2l.device), counts.to(p2l.device))
+        self._set(p2l.to(torch.int64, copy=True), rows.to(p2l.device), counts.to(p2l.device),
+                  bool((counts > 1).any()))
 
-    def _set(self, physical_to_logical: Tensor, logical_to_physical: Tensor, counts: Tensor) -> None:
+    def _set(self, physical_to_logical: Tensor, logical_to_physical: Tensor, counts: Tensor,
+             has_replicas: bool) -> None:
         self.num_experts, self.num_physical = len(counts), len(physical_to_logical)
         self.physical_to_logical_map = physical_to_logical
         self.logical_to_physical_map = logical_to_physical
         self.logical_count = counts
-        # For indices -2 to E + 1: a wrong one, a dropped choice, the experts, a dropped choice, a wrong one.
+        # For indices 0 to E + 1, then -2 and -1: the experts, a dropped choice, two wrong ones, a dropped choice.
         # A wrong index stays wrong, so that the layer raises EpIndexError.
         e, most = logical_to_physical.shape
         self._counts = counts.new_ones(e + 4)
-        self._counts[2:-2] = counts
+        self._counts[:e] = counts
         self._replicas = torch.full((e + 4, most), -1, dtype=torch.int32, device=counts.device)
-        self._replicas[2:-2] = logical_to_physical
-        self._replicas[0], self._replicas[-1] = -2, self.num_physical + 1
+        self._replicas[:e] = logical_to_physical
+        self._replicas[e + 1], self._replicas[e + 2] = self.num_physical + 1, -2
+        self._only = None if has_replicas else self._replicas[:, 0].contiguous()
 
     @classmethod
     def home(cls, num_experts: int, num_ranks: int, num_physical: int | None = None) -> ExpertMap:
@@ -160,8 +164,9 @@ class ExpertMap:
             ExpertMap(2 experts, 2 physical, at most 1 replicas)
         """
         copy = object.__new__(type(self))
-        copy._set(*(t.to(device, copy=True) for t in (self.physical_to_logical_map,
-                                                      self.logical_to_physical_map, self.logical_count)))
+        held, replicas, counts = (t.to(device, copy=True) for t in (
+            self.physical_to_logical_map, self.logical_to_physical_map, self.logical_count))
+        copy._set(held, replicas, counts, self._only is None)
         return copy
 
     def physical(self, topk_idx: Tensor, rank: int = 0) -> Tensor:
@@ -197,7 +202,9 @@ class ExpertMap:
         if topk_idx.device != self._counts.device:
             raise ValueError(f"topk_idx is on {topk_idx.device}, but the map is on {self._counts.device}: "
                              f"use expert_map.to({str(topk_idx.device)!r})")
-        row = topk_idx.clamp(-2, self.num_experts + 1) + 2
+        row = topk_idx.clamp(-2, self.num_experts + 1)
+        if self._only is not None:
+            return self._only[row]
         token = torch.arange(rank, rank + topk_idx.shape[0], device=topk_idx.device)[:, None]
         return self._replicas[row, token % self._counts[row]]
 
