@@ -76,6 +76,7 @@ typedef struct {
     int (*activation)(int device, const EpActivationParams *p, void *stream);
     int (*own_columns)(int device, const EpOwnColumnsParams *p, void *stream);
     int (*move_choices)(int device, const EpMoveChoicesParams *p, void *stream);
+    int (*map_choices)(int device, const EpMapChoicesParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
     int (*transpose)(int device, const EpTransposeParams *p, void *stream);
     int (*quantize_weight)(int device, const EpQuantizeWeightParams *p, void *stream);

@@ -15,6 +15,7 @@
 #include "epmoe_device.h"
 #include "protocol/balance.h"
 #include "protocol/errors.h"
+#include "protocol/expert_map.h"
 #include "protocol/ops.h"
 #include "protocol/shape.h"
 
@@ -401,6 +402,16 @@ typedef struct {
     const EpTensor *h, *d, *offsets, *row_weight, *d_h, *weighted, *dots, *d_h_scale, *weighted_scale;
 } EpActivationArgs;
 int ep_activation(const EpActivationArgs *a, void *stream);
+
+/* ---- the physical experts of choices: local to a rank ---- */
+
+typedef struct {
+    const EpTensor *indices; /* i32 or i64 [T][K] */
+    const EpTensor *table;   /* i32 [E + 4][1 + R]; see EpMapChoicesParams */
+    const EpTensor *out;     /* i32 [T][K] */
+    uint32_t rank;
+} EpMapChoices;
+int ep_map_choices(const EpMapChoices *a, void *stream);
 
 /* ---- rows to FP8: local to a rank ---- */
 

@@ -444,6 +444,9 @@ def activation(
     /,
 ) -> None: ...
 
+# The physical experts of choices, int32 [T, K].  table: [E + 4, 1 + R]; see csrc/protocol/expert_map.h.
+def map_choices(topk_idx: Tensor, table: Tensor, out: Tensor, rank: int, /) -> None: ...
+
 # Rows to FP8, after an activation.  q is uint8 here.  scales: [K / 128, M].
 def quantize_fp8(
     activation: int,

@@ -232,6 +232,7 @@ SIGNATURES = {
                     " or zero small seconds seconds x rows plan weight? row_weight? plan out small tensor"
                     " tensor no no no no",
     "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales flag",
+    "map_choices": "idx tensor idx small",
     "transpose_fp8": "x weight? plan fp8_x fp8_scale flag flag",
     "quantize_fp8_weight": "x fp8_x fp8_x fp8_scale fp8_scale",
     "wgrad_fp8": "fp8_x fp8_x fp8_scale fp8_scale plan plan out seconds flag small",

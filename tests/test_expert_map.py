@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch.utils.flop_counter
 
 import epmoe
 from cases import generator, same_bits
@@ -49,6 +50,10 @@ def test_expert_map_spreads_the_tokens_over_the_replicas(dtype, rank):
         got = m.physical(dropped, rank)[0].tolist()
         assert got == [-1, -1, -2, m.num_physical + 1, -2, m.num_physical + 1]
         assert m.physical(idx[:0], rank).shape == (0, n)
+        assert torch.equal(m.physical(idx.t().contiguous().t(), rank), physical)
+        with torch.utils.flop_counter.FlopCounterMode(display=False):  # as operators of torch
+            assert torch.equal(m.physical(idx, rank), physical)
+            assert m.physical(dropped, rank)[0].tolist() == got
 
 
 def test_expert_map_logical_counts():

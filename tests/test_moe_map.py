@@ -63,12 +63,12 @@ def check_weights(moe, seed=3):
 def move(world, device, options):
     """The outputs of a module before any map, and with each map, in both paths."""
     moe, results = make(world, device, **options), []
-    table = moe.expert_map._replicas.data_ptr()
+    table = moe.expert_map._table.data_ptr()
     moe.requires_grad_(False)
     for step, expert_map in enumerate([None, *maps_of(moe), None]):
         moe.set_expert_map(expert_map)
         check_weights(moe)
-        assert moe.expert_map._replicas.data_ptr() == table  # captured graphs use the new map
+        assert moe.expert_map._table.data_ptr() == table  # captured graphs use the new map
         x, idx, weight = inputs(moe, 5)
         y = moe(x, idx, weight, decode=False)
         with torch.no_grad():

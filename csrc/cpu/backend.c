@@ -351,6 +351,11 @@ static int move_choices(int device, const EpMoveChoicesParams *p, void *stream) 
     for (uint64_t i = 0; i < p->num_choices; i++) p->indices[i] = ep_moved_choice(p, i);
     return 0;
 }
+static int map_choices(int device, const EpMapChoicesParams *p, void *stream) {
+    (void)device, (void)stream;
+    for (uint64_t i = 0; i < p->num_choices; i++) p->out[i] = ep_mapped_choice(p, i);
+    return 0;
+}
 static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     (void)device, (void)stream;
     ep_cpu_quantize_rows(p);
@@ -394,6 +399,7 @@ const EpBackend ep_cpu_backend = {
     .activation = activation,
     .own_columns = own_columns,
     .move_choices = move_choices,
+    .map_choices = map_choices,
     .quantize = quantize,
     .transpose = transpose,
     .quantize_weight = quantize_weight,

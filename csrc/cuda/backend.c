@@ -273,6 +273,12 @@ static int move_choices(int device, const EpMoveChoicesParams *p, void *stream) 
     return ep_unguard(
         &g, ep_cuda_check((cudaError_t)ep_launch_move_choices(p, stream), "kernel that moves choices"));
 }
+static int map_choices(int device, const EpMapChoicesParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(
+        &g, ep_cuda_check((cudaError_t)ep_launch_map_choices(p, stream), "kernel that maps choices"));
+}
 static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
@@ -383,6 +389,7 @@ const EpBackend ep_cuda_backend = {
     .activation = activation,
     .own_columns = own_columns,
     .move_choices = move_choices,
+    .map_choices = map_choices,
     .quantize = quantize,
     .transpose = transpose,
     .quantize_weight = quantize_weight,

@@ -4,6 +4,7 @@
 #define EP_LAUNCH_H
 #include "protocol/activation.h"
 #include "protocol/balance.h"
+#include "protocol/expert_map.h"
 #include "protocol/four_bit.h"
 #include "protocol/params.h"
 #include "protocol/wgrad_fp8.h"
@@ -13,6 +14,7 @@ extern "C" {
 #endif
 int ep_launch_plan(const EpPlanParams *p, void *stream);
 int ep_launch_move_choices(const EpMoveChoicesParams *p, void *stream);
+int ep_launch_map_choices(const EpMapChoicesParams *p, void *stream);
 int ep_launch_dispatch(const EpDispatchParams *p, const EpScales *scales, uint32_t num_blocks, void *stream);
 int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream);
 /* The megakernels: dispatch + GEMM, and GEMM + combine. They launch all their CTAs at once, or fail. */

@@ -1,5 +1,6 @@
 /* module_gemm.c - the functions of epmoe._C that need no world: the grouped GEMM by itself, the gradient of
- * an activation, rows to FP8, and what a device can do. Exports ep_gemm_methods. */
+ * an activation, the physical experts of choices, rows to FP8, and what a device can do. Exports
+ * ep_gemm_methods. */
 #include "protocol/gemm_params.h"
 #include "python/module.h"
 
@@ -66,6 +67,21 @@ FAST(quantize_fp8) {
     return ep_done(code);
 }
 
+/* (topk_idx, table, out, rank); see EpMapChoices */
+FAST(map_choices) {
+    EpTensor t[3];
+    EpMapChoices a = {0};
+    int code;
+    WANT(4);
+    const EpTensor **const to[] = {&a.indices, &a.table, &a.out};
+    if (!ep_get_u32(args[3], &a.rank)) return NULL;
+    for (int i = 0; i < 3; i++)
+        if (!ep_get_tensor(args[i], false, &t[i], to[i])) return NULL;
+    void *stream = ep_stream_of(t[0].kind, t[0].device, args[0]);
+    WITHOUT_LOCK(code = ep_map_choices(&a, stream));
+    return ep_done(code);
+}
+
 /* (tensor): for launches on the current stream of the tensor's device */
 FAST(gemm_has_counter) {
     EpTensor t;
@@ -91,5 +107,6 @@ FAST(device_query) {
                 : Py_BuildValue("IIIO", d.major, d.minor, d.num_sms, d.has_hopper ? Py_True : Py_False);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm),     METHOD(activation),   METHOD(quantize_fp8),
-                                 METHOD(gemm_has_counter), METHOD(device_query), {NULL, NULL, 0, NULL}};
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(activation),       METHOD(quantize_fp8),
+                                 METHOD(map_choices),  METHOD(gemm_has_counter), METHOD(device_query),
+                                 {NULL, NULL, 0, NULL}};

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import _C
 from ..a2a.base import together
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..errors import EpMismatch
-from ..torch_modes import writing
+from ..torch_modes import is_plain, is_watched, writing
 from .lora import check_unmerged
 from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
 
@@ -69,9 +70,7 @@ class ExpertMap:
     physical_to_logical_map: Tensor
     logical_to_physical_map: Tensor
     logical_count: Tensor
-    _counts: Tensor  # see _set
-    _replicas: Tensor
-    _only: Tensor | None
+    _table: Tensor  # see _set
 
     def __init__(self, physical_to_logical_map: Tensor, num_experts: int | None = None) -> None:
         p2l = physical_to_logical_map
@@ -97,24 +96,20 @@ class ExpertMap:
         number = torch.arange(len(order), device="cpu") - (counts.cumsum(0) - counts)[held[order]]
         rows = held.new_full((num_experts, len(logical) - num_experts + 1), -1)
         rows[held[order], number] = order
-        self._set(p2l.to(torch.int64, copy=True), rows.to(p2l.device), counts.to(p2l.device),
-                  bool((counts > 1).any()))
+        self._set(p2l.to(torch.int64, copy=True), rows.to(p2l.device), counts.to(p2l.device))
 
-    def _set(self, physical_to_logical: Tensor, logical_to_physical: Tensor, counts: Tensor,
-             has_replicas: bool) -> None:
+    def _set(self, physical_to_logical: Tensor, logical_to_physical: Tensor, counts: Tensor) -> None:
         self.num_experts, self.num_physical = len(counts), len(physical_to_logical)
         self.physical_to_logical_map = physical_to_logical
         self.logical_to_physical_map = logical_to_physical
         self.logical_count = counts
-        # For indices 0 to E + 1, then -2 and -1: the experts, a dropped choice, two wrong ones, a dropped choice.
-        # A wrong index stays wrong, so that the layer raises EpIndexError.
+        # For indices -2 to E + 1: a wrong one, a dropped choice, the experts, a dropped choice, a wrong one.
+        # A wrong index stays wrong, so that the layer raises EpIndexError.  See csrc/protocol/expert_map.h.
         e, most = logical_to_physical.shape
-        self._counts = counts.new_ones(e + 4)
-        self._counts[:e] = counts
-        self._replicas = torch.full((e + 4, most), -1, dtype=torch.int32, device=counts.device)
-        self._replicas[:e] = logical_to_physical
-        self._replicas[e + 1], self._replicas[e + 2] = self.num_physical + 1, -2
-        self._only = None if has_replicas else self._replicas[:, 0].contiguous()
+        self._table = torch.full((e + 4, 1 + most), -1, dtype=torch.int32, device=counts.device)
+        self._table[:, 0] = 1
+        self._table[2:-2, 0], self._table[2:-2, 1:] = counts, logical_to_physical
+        self._table[0, 1], self._table[-1, 1] = -2, self.num_physical + 1
 
     @classmethod
     def home(cls, num_experts: int, num_ranks: int, num_physical: int | None = None) -> ExpertMap:
@@ -164,9 +159,8 @@ class ExpertMap:
             ExpertMap(2 experts, 2 physical, at most 1 replicas)
         """
         copy = object.__new__(type(self))
-        held, replicas, counts = (t.to(device, copy=True) for t in (
-            self.physical_to_logical_map, self.logical_to_physical_map, self.logical_count))
-        copy._set(held, replicas, counts, self._only is None)
+        copy._set(*(t.to(device, copy=True) for t in (self.physical_to_logical_map,
+                                                      self.logical_to_physical_map, self.logical_count)))
         return copy
 
     def physical(self, topk_idx: Tensor, rank: int = 0) -> Tensor:
@@ -199,14 +193,17 @@ class ExpertMap:
             raise TypeError(f"topk_idx: wanted int32 or int64, got {topk_idx.dtype}")
         if topk_idx.dim() != 2:
             raise ValueError(f"topk_idx: wanted shape [T, K], got {list(topk_idx.shape)}")
-        if topk_idx.device != self._counts.device:
-            raise ValueError(f"topk_idx is on {topk_idx.device}, but the map is on {self._counts.device}: "
+        if topk_idx.device != self._table.device:
+            raise ValueError(f"topk_idx is on {topk_idx.device}, but the map is on {self._table.device}: "
                              f"use expert_map.to({str(topk_idx.device)!r})")
-        row = topk_idx.clamp(-2, self.num_experts + 1)
-        if self._only is not None:
-            return self._only[row]
+        if type(topk_idx) is Tensor and is_plain() and not is_watched() and (
+                topk_idx.device.type == "cpu" or topk_idx.is_cuda and _C.HAS_CUDA):
+            out = torch.empty(topk_idx.shape, dtype=torch.int32, device=topk_idx.device)
+            _C.map_choices(topk_idx.contiguous(), self._table, out, rank)
+            return out
+        row = topk_idx.clamp(-2, self.num_experts + 1) + 2
         token = torch.arange(rank, rank + topk_idx.shape[0], device=topk_idx.device)[:, None]
-        return self._replicas[row, token % self._counts[row]]
+        return self._table[row, 1 + token % self._table[row, 0]]
 
     def logical_counts(self, counts: Tensor) -> Tensor:
         """Return the counts of logical experts: of each, the sum over its replicas.  The host reads nothing.
