@@ -17,7 +17,7 @@ import epmoe
 from bench_cases import COMMANDS, liger_modules, on_the_cpu, run_command  # noqa: F401
 from benchmarks import ablation, check, features
 from benchmarks.run import ratio_text
-from cases import process_ranks
+from cases import first, process_ranks
 from epmoe import reference
 from pace import HANG_S
 
@@ -64,15 +64,20 @@ EXPECTED = {
 }
 
 
-def run_every_command(rank, world_size, folder):
-    """Run all commands in one process, so that processes start only once.
+NUM_QUICK = 1  # the commands that also run where long tests do not
+
+
+def run_commands(rank, world_size, folder, is_long):
+    """Run the commands in one process, so that processes start only once.
 
     The commands that need DeepEP run last, with its stand-in from the folder fakes.
     """
     # This process may be forked from a server that started before the fixture on_the_cpu.
     os.environ["EPMOE_BACKEND"] = "cpu"
     results = {name: run_command([name, *arguments, "--json", f"{folder}/{name}.json"])
-               for name, arguments in COMMANDS.items()}
+               for name, arguments in list(COMMANDS.items())[:None if is_long else NUM_QUICK]}
+    if not is_long:
+        return results, None, error_of_wrong_sum(rank), None
     with unittest.mock.patch.dict(sys.modules, liger_modules()):
         results["train with Liger"] = run_command(["train", "--shapes", "mixtral", "--iters", "1"])
     sys.path.insert(0, str(FAKES))
@@ -152,10 +157,10 @@ def deep_ep_and_reference(rank, world_size, num_experts=6, topk=3, hidden=24):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """(folder of the JSON files, results of run_every_command for each rank)"""
+def results(tmp_path_factory, request):
+    """(folder of the JSON files, results of run_commands for each rank)"""
     folder = tmp_path_factory.mktemp("bench")
-    return folder, process_ranks(run_every_command, 2, str(folder), timeout_s=HANG_S)
+    return folder, process_ranks(run_commands, 2, str(folder), request.config.option.long, timeout_s=HANG_S)
 
 
 @pytest.mark.long
@@ -170,7 +175,7 @@ def test_bench_ratios_are_short():
         "0.00", "1.00", "9.99", "10.0", "99.9", "100", "1234"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", first(NUM_QUICK, list(COMMANDS)))
 def test_bench_command_prints_and_writes_rows(results, command):
     folder, ranks = results
     rows, out, err = ranks[0][0][command]
@@ -199,6 +204,7 @@ def test_bench_ratio_is_computed_from_times(results):
     assert row["num_sm"] == 2 and row["wire_gbps"] == pytest.approx(rate, rel=0.1, abs=0.06)
 
 
+@pytest.mark.long
 def test_bench_measures_every_num_sm_and_token_count(results):
     ranks = results[1]
     assert [r["num_sm"] for r in ranks[0][0]["sm"][0] if r["impl"] == "epmoe combine"] == [1, 3]
@@ -207,6 +213,7 @@ def test_bench_measures_every_num_sm_and_token_count(results):
     assert layers == [("qwen3-30b-small", 64), ("dsv3-small", 64), ("dsv3-small T=16", 16)]
 
 
+@pytest.mark.long
 def test_bench_features_count_bytes(results):
     """The test makes the same inputs as Run.inputs and counts the bytes itself."""
     rows = {r["impl"]: r for r in results[1][0][0]["features"][0]}
@@ -244,6 +251,7 @@ def test_bench_features_count_rows_per_peer(ranks):
         assert got == [once[rank], every[rank], [row[rank] for row in once], [row[rank] for row in every]]
 
 
+@pytest.mark.long
 def test_bench_compares_with_deep_ep_if_importable(results):
     rows, out, _ = results[1][0][0]["with DeepEP"]
     times = {r["impl"]: r["ms"] for r in rows}
@@ -256,6 +264,7 @@ def test_bench_compares_with_deep_ep_if_importable(results):
     assert {"DeepEP layer, 24 SMs", "DeepEP layer, 48 SMs"} < {r["impl"] for r in layers}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bench", ["layer", "a2a"])
 def test_bench_leaves_out_deep_ep_where_it_refuses_a_shape(results, bench):
     """The rows that would be compared with it say why they are not. The bench goes on with V2."""
@@ -270,6 +279,7 @@ def test_bench_leaves_out_deep_ep_where_it_refuses_a_shape(results, bench):
     assert [r["left_out"] for r in rows if r["impl"] == compared] == [{"DeepEP": why}]
 
 
+@pytest.mark.long
 def test_bench_compares_with_deep_ep_v2_if_importable(results):
     rows, _, _ = results[1][0][0]["with DeepEP"]
     times = {r["impl"]: r["ms"] for r in rows}
@@ -280,6 +290,7 @@ def test_bench_compares_with_deep_ep_v2_if_importable(results):
         assert "left_out" not in row
 
 
+@pytest.mark.long
 def test_bench_leaves_out_deep_ep_v2_where_it_refuses_a_shape(results):
     rows, out, _ = results[1][0][0]["a2a, V2 refused"]
     why = "AssertionError: rank 0: num_experts_per_rank <= 64"
@@ -288,11 +299,13 @@ def test_bench_leaves_out_deep_ep_v2_where_it_refuses_a_shape(results):
     assert row["left_out"] == {"V2": why} and "DeepEP" in row["ratios"]
 
 
+@pytest.mark.long
 def test_bench_deep_ep_v2_wrong_sums_stop_all_ranks(results):
     errors = [of_rank[3] for of_rank in results[1]]
     assert "DeepEP V2: the sums differ" in errors[1] and "another rank" in errors[0]
 
 
+@pytest.mark.long
 def test_bench_decode_compares_times_of_one_kind(results):
     rows, out, _ = results[1][0][0]["decode with DeepEP"]
     of = {r["impl"]: r for r in rows}
@@ -305,6 +318,7 @@ def test_bench_decode_compares_times_of_one_kind(results):
             assert ratios[peer] == pytest.approx(of[f"epmoe {call}"]["eager_ms"] / ms, rel=0.05, abs=1e-3)
 
 
+@pytest.mark.long
 def test_bench_deep_ep_adapter_matches_reference(results):
     for _, (rows, want_rows, got, want), *_ in results[1]:
         assert torch.equal(rows, want_rows)

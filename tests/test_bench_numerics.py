@@ -28,6 +28,7 @@ def run_bench(rank, world_size, file, changes=False):
     return run_command(["numerics", "--iters", "1", "--shapes", "qwen3-30b", "--json", file])
 
 
+@pytest.mark.long
 def test_bench_numerics_compares_both_modules(tmp_path):
     rows, *_ = process_ranks(run_bench, 2, str(tmp_path / "rows.json"), timeout_s=HANG_S)[0]
     found = {row["impl"]: row for row in rows}
@@ -36,6 +37,7 @@ def test_bench_numerics_compares_both_modules(tmp_path):
         assert row["ms"] > 0 and ("ratios" in row) == ("invariant" in name)
 
 
+@pytest.mark.long
 def test_bench_numerics_measures_nothing_that_is_wrong(tmp_path):
     with pytest.raises(AssertionError, match="y with rank_invariant differs"):
         process_ranks(run_bench, 2, str(tmp_path / "rows.json"), True, timeout_s=HANG_S)

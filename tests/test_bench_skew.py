@@ -116,6 +116,7 @@ def results():
     return process_ranks(run_commands, 2, timeout_s=HANG_S)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_bench_skew_rows_have_the_time_over_uniform(results, command):
     rows, out, _ = results[0][0][command]
@@ -130,6 +131,7 @@ def test_bench_skew_rows_have_the_time_over_uniform(results, command):
     assert out.count(f"\n{shape}: T ") == out.count(f"\n{shape}, skew 1.5: T ") == 1
 
 
+@pytest.mark.long
 def test_bench_skew_changes_the_choices_only(results):
     for _, ((x, idx, weight), (same_x, skewed, same_weight)), differs in results:
         assert torch.equal(x, same_x) and torch.equal(weight, same_weight) and differs == 0

@@ -40,9 +40,8 @@ EXAMPLES = [
 ]
 IDS = [f"{name} {arguments}".strip().replace(" ", "_") for name, arguments, _ in EXAMPLES]
 OF_FOUR_RANKS = ("train_lm.py", "--quick --nodes 2", r"demo: ok")
-LONG = ("train_lm.py_--quick", "train_lm.py_nodes", "finetune_transformers.py", "finetune_lora.py",
-        "generate_transformers.py", "decode_gpt_oss.py")
-ON_CPU = [pytest.param(*example, id=name, marks=[pytest.mark.long] if name in LONG else [])
+SHORT = ("01_heap.py", "03_moe_layer.py", "05_fused.py", "lora.py", IDS[7])
+ON_CPU = [pytest.param(*example, id=name, marks=[] if name in SHORT else [pytest.mark.long])
           for example, name in zip([*EXAMPLES, OF_FOUR_RANKS], [*IDS, "train_lm.py_nodes"])]
 
 
