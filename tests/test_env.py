@@ -36,6 +36,7 @@ def with_gpus(report, n):
     return report | {"devices": gpus, "p2p": p2p}
 
 
+@pytest.mark.long
 def test_env_text_has_what_a_report_needs():
     text = run()
     for word in (epmoe.__version__, torch.__version__, "memfd", "EPMOE_BACKEND", "EPMOE_CUDA_ARCH",

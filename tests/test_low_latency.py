@@ -90,10 +90,10 @@ def test_low_latency_error_of_sums_in_fp8(ranks):
         assert error < 0.03 and (error > 0.01 or ranks.size() == 1)
 
 
-@pytest.mark.parametrize("shape", first(6, [
+@pytest.mark.parametrize("shape", first(4, [
     Shape(max_tokens=1, topk=1, num_local=1, hidden=8), Shape(topk=32, num_local=40, max_tokens=3),
-    Shape(max_tokens=130, topk=8, num_local=16, hidden=1096), Shape(max_tokens=600, topk=2, hidden=16),
     Shape(num_sm=3), Shape(max_tokens=40, num_local=3, topk=3, hidden=7168),
+    Shape(max_tokens=130, topk=8, num_local=16, hidden=1096), Shape(max_tokens=600, topk=2, hidden=16),
     Shape(max_tokens=130, topk=8, num_local=16, hidden=1096, local=False),
     Shape(topk=32, num_local=40, max_tokens=3, local=False), Shape(num_sm=3, local=False),
     Shape(max_tokens=1, topk=1, num_local=1, hidden=8, local=False)]), ids=str)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import epmoe
+from cases import process_ranks
 from epmoe import reference
-from epmoe.testing import run_ranks, run_threads
+from epmoe.testing import run_threads
 from outcomes import check_outcomes, outcome
 from pace import HANG_S
 
@@ -146,7 +147,7 @@ def pass_a_dtensor(rank, world_size):
 
 def test_moe_refuses_a_dtensor():
     """On one rank only.  Its error says to_local()."""
-    peer, wrong = run_ranks(pass_a_dtensor, 2, timeout_s=HANG_S)
+    peer, wrong = process_ranks(pass_a_dtensor, 2, timeout_s=HANG_S)
     for i in range(8):
         if i % 4 == 3:
             assert peer[i].kinds == wrong[i].kinds == ()

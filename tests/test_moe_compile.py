@@ -155,6 +155,7 @@ def wrong_on_one_rank(world, device):
     return seen, all(right)
 
 
+@pytest.mark.long
 def test_moe_compile_reports_errors_to_other_ranks(ranks):
     """Arguments are checked when the graph runs, because the compiler cannot notify the other ranks."""
     *others, (seen, right) = ranks.isolated(wrong_on_one_rank, world_size=2, timeout_s=HANG_S)
@@ -322,6 +323,7 @@ def stages_with_defaults(world, device):
     return all(same), breaks()
 
 
+@pytest.mark.long
 def test_moe_compile_breaks_only_at_sizes_of_the_run(ranks):
     """The caller's code may depend on the size. So by default torch breaks the graph at a dispatch.
 

@@ -472,7 +472,8 @@ print(*sorted(n for n, f in functions().items() if f is not before[n]), sep=",")
 
 
 @pytest.mark.parametrize("setting, wrapped", [
-    (None, "__init__,_check_inf_per_device,_clip_grads_with_norm_,_get_total_norm,unscale_"), ("0", "")])
+    (None, "__init__,_check_inf_per_device,_clip_grads_with_norm_,_get_total_norm,unscale_"),
+    pytest.param("0", "", marks=pytest.mark.long)])
 def test_moe_wraps_functions_of_torch_for_several_ranks_only(setting, wrapped):
     environment = {name: value for name, value in os.environ.items() if name != "EPMOE_WRAP_TORCH"}
     if setting is not None:

@@ -1,6 +1,7 @@
 """EPMoE with delay_wgrad_compute and fuse_wgrad_accumulation: the gradients, where they go, and when."""
 
 import copy
+import functools
 import gc
 
 import pytest
@@ -98,29 +99,35 @@ def test_moe_gradients_have_the_same_bits(ranks, model, world_size):
             assert (fused[2][name] - 0.5 - want).abs().max() <= bound, name
 
 
-def unfused_and_frozen(world, device):
-    """EPAll2AllLayer, and only one weight that requires a gradient."""
-    model, found = Model(), []
+def unfused_and_frozen(world, device, model, name):
+    """EPAll2AllLayer, and only one weight that requires a gradient: name."""
+    found, frozen = [], next(n for n in WEIGHTS if n != name)
     for options in ({}, *OPTIONS):
         moe = make_moe(world, device, model, fused=False)
         moe = with_main_grads(epmoe.EPMoE(model.hidden, model.inner, moe.num_experts, model.topk,
                                           dtype=model.dtype, layer=moe.layer, **options))
         moe.load_state_dict({n: torch.full_like(p, 0.1) for n, p in moe.named_parameters()})
-        moe.gate_up_proj.requires_grad_(False)
-        backward(moe, world, device, model, 0)
+        moe.get_parameter(frozen).requires_grad_(False)
+        for step in (0, 1):
+            backward(moe, world, device, model, step)
         if "delay_wgrad_compute" in options:
-            moe.backward_dw()
-        fused = "fuse_wgrad_accumulation" in options
-        found.append(moe.down_proj.main_grad - 0.5 if fused else moe.down_proj.grad)
-        assert moe.gate_up_proj.grad is None and (moe.gate_up_proj.main_grad == 0.5).all()
+            for _ in range(2):
+                moe.backward_dw()
+        p, other = moe.get_parameter(name), moe.get_parameter(frozen)
+        found.append(p.main_grad - 0.5 if "fuse_wgrad_accumulation" in options else p.grad)
+        assert other.grad is None and (other.main_grad == 0.5).all()
         moe.finalize()
     return found
 
 
-def test_moe_gradients_of_one_weight(ranks):
-    for plain, delayed, fused, both in ranks(unfused_and_frozen, world_size=2):
-        assert torch.equal(delayed, plain) and torch.equal(both, fused)
-        torch.testing.assert_close(fused, plain)
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("model", (Model(), Model(dtype=torch.bfloat16, hidden=32, inner=48)), ids=str)
+def test_moe_gradients_of_one_weight(ranks, model, name):
+    for plain, delayed, fused, both in ranks(functools.partial(unfused_and_frozen, model=model, name=name),
+                                             world_size=2):
+        assert plain.any() and torch.equal(delayed, plain) and torch.equal(both, fused)
+        bound = 8 * torch.finfo(model.dtype).eps * plain.float().abs().max()
+        assert (fused.float() - plain.float()).abs().max() <= bound
 
 
 def checkpointed(use_reentrant):

@@ -287,8 +287,8 @@ def backward_up(layer: EPAll2AllLayer, d_h: Tensor, gate_up: Tensor, dots: Tenso
                 low: Low | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run the second half of the backward.  Returns (dx, gradient of the routing weights [T, K], low_rows).
 
-    d_down, d_gate_up: where these gradients go, or None.  out_rows: for the rows of dx; may be g, whose
-    product is done before they are.
+    d_down, d_gate_up: where these gradients go, or None.  out_rows: for the rows of dx; may be g if nothing
+    reads g afterwards: the gradient of down is made first, here or before.
     """
     hidden, topk, empty = layer.hidden, layer.topk, layer._allocator()
     dx = empty((num_tokens, hidden), (hidden, 1), layer.dtype)
@@ -379,8 +379,8 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         # Without retain_graph, free gate and up here: the gradients of the weights have hint in their memory.
         ctx.maybe_clear_saved_tensors()
         del h
-        # A deferred wgrad takes the factors of a gradient, and a compiler sees the product. Else the module
-        # makes it.
+        # A deferred wgrad takes the factors of a gradient (a frozen weight has none), and a compiler sees the
+        # product. Else the module makes it.
         gives_up = as_operators or deferred_up is not None
         gives_down = as_operators or deferred_down is not None
         offsets = expert_offsets(layer, plan)
@@ -397,7 +397,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             dx, d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, layer.id,
                                                                ctx.buffer, ctx.num_tokens)
         else:
-            # A deferred wgrad may multiply g later.
+            # The deferred wgrad of down may multiply g in backward_dw.
             out_rows = g if deferred_down is None else torch.empty_like(g)
             dx, d_weight, _ = backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
                                           None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
