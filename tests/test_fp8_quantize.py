@@ -184,7 +184,8 @@ def test_fp8_quantize_by_torch_gives_the_same_bits(ranks):
                         for t in fp8._quantize_by_torch(x, 0, 0.0, 0.0, pow2)), pow2)
 
 
-@pytest.mark.parametrize("activation", [None, pytest.param(epmoe.GptOss(1.3, 0.6), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("activation", [None, pytest.param(epmoe.GptOss(1.3, 0.6), marks=pytest.mark.long)],
+                         ids=str)
 def test_fp8_quantize_is_an_operator(ranks, activation):
     x = random_rows(10, 272, torch.bfloat16).to(ranks.device)
     num_rows = torch.tensor([6], dtype=torch.int32, device=ranks.device)
