@@ -379,17 +379,17 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         # Without retain_graph, free gate and up here: the gradients of the weights have hint in their memory.
         ctx.maybe_clear_saved_tensors()
         del h
-        # A deferred wgrad takes the factors of a gradient (a frozen weight has none), and a compiler sees the
-        # product. Else the module makes it.
-        gives_up = as_operators or deferred_up is not None
-        gives_down = as_operators or deferred_down is not None
-        offsets = expert_offsets(layer, plan)
+        # The call of the module makes the gradient of a weight. But a deferred wgrad takes its factors (that
+        # of a frozen weight is None), and a compiler sees a product of its own.
+        is_apart_up = as_operators or deferred_up is not None
+        is_apart_down = as_operators or deferred_down is not None
         if of_down:
-            d_down = (gradient_of(deferred_down, g, weighted, offsets) if gives_down
+            d_down = (gradient_of(deferred_down, g, weighted, expert_offsets(layer, plan)) if is_apart_down
                       else torch.empty_like(down))
         if of_down_bias:
-            d_down_bias = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(parameters[3].dtype)
-        if of_gate_up and not gives_up:
+            d_down_bias = torch.ops.epmoe.sum_of_rows(g, row_weight,
+                                                      expert_offsets(layer, plan)).to(parameters[3].dtype)
+        if of_gate_up and not is_apart_up:
             d_gate_up = torch.empty_like(gate_up)
         # Also where this rank wants neither: another rank may want one, and waits for the rows of all.
         if as_operators:
@@ -400,14 +400,15 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             # The deferred wgrad of down may multiply g in backward_dw.
             out_rows = g if deferred_down is None else torch.empty_like(g)
             dx, d_weight, _ = backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
-                                          None if gives_down else d_down, out_rows, d_gate_up, ctx.buffer,
+                                          None if is_apart_down else d_down, out_rows, d_gate_up, ctx.buffer,
                                           ctx.num_tokens)
     returns_gradients = helps is not None and any(helps.wanted)
     with reporting(layer, _C.OP_BARRIER, ctx.buffer, plan) if returns_gradients else contextlib.nullcontext():
-        if of_gate_up and gives_up:
-            d_gate_up = gradient_of(deferred_up, d_h, rows, offsets)
+        if of_gate_up and is_apart_up:
+            d_gate_up = gradient_of(deferred_up, d_h, rows, expert_offsets(layer, plan))
         if of_gate_up_bias:
-            d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
+            d_gate_up_bias = torch.ops.epmoe.sum_of_rows(d_h, None,
+                                                         expert_offsets(layer, plan)).to(gate_up_bias.dtype)
         at_up, at_down = d_gate_up, d_down
         if returns_gradients:
             at_up, at_down = gradient_at(deferred_up, d_gate_up), gradient_at(deferred_down, d_down)
