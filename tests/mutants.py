@@ -45,6 +45,8 @@ CONCERN = {
     "csrc/protocol/wgrad_fp8*": "fp8_wgrad",
     "csrc/protocol/balance*": "balance",
     "csrc/layer/balance*": "balance",
+    "csrc/protocol/expert_map*": "expert_map",
+    "csrc/layer/expert_map*": "expert_map",
     "csrc/protocol/activation*": "moe_activations activation_gradients",
     "csrc/protocol/*": "C stages plan_* dispatch_rows combine_sums layer_padding low_latency errors_after",
     "csrc/layer/experts*": "experts_* moe_arguments moe_layer moe_decode fused_forward balance moe_lora",
