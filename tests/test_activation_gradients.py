@@ -135,7 +135,7 @@ def test_activation_gradients_without_rows_and_at_any_address(ranks):
     (dict(h=torch.zeros(3, 16, dtype=torch.bfloat16)), ValueError, "size 32 in dimension 1"),
     (dict(offsets=torch.zeros(2)), TypeError, "int32"),
     (dict(row_weight=torch.zeros(2)), ValueError, "size 3 in dimension 0"),
-    (dict(activation=10), ValueError, "activation 10"),
+    (dict(activation=len(_C.ACTIVATIONS)), ValueError, f"activation {len(_C.ACTIVATIONS)}"),
     (dict(activation=3, alpha=math.nan), ValueError, "alpha nan"),
 ])
 def test_activation_gradients_of_wrong_arguments(ranks, change, error, text):

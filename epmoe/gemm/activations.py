@@ -153,10 +153,8 @@ def activate(h: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor
             - SwiGLU(alpha, limit, offset): (up + offset) * gate * sigmoid(alpha * gate), with such limits.
               Gates first, then ups.
             - "geglu_tanh": gelu_tanh(gate) * up, as in Gemma 4.  Gates first, then ups.
-            - "relu2": max(h, 0) squared, as in Nemotron.  It is not gated, and neither are the next three.
-            - "gelu": the exact GELU, by the error function.
-            - "gelu_tanh": the approximation of GELU by tanh.
-            - "silu": h * sigmoid(h).
+            - Without a gate: "relu2": max(h, 0) squared, as in Nemotron; "gelu": the exact GELU, by the error
+              function; "gelu_tanh": its approximation by tanh; "silu": h * sigmoid(h).
 
     Returns:
         [.., I], of h's dtype.

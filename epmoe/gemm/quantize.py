@@ -104,9 +104,7 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tens
     Args:
         x: [M, K] float32, bfloat16 or float16.  Where K is not a multiple of 128, the last group is shorter.
             For an activation with gates [M, 2 * K].
-        activation: None, or one of grouped_gemm's: "swiglu", SwiGLU(alpha, limit, offset), "geglu_tanh"
-            (a row has K gates, then K ups), "gpt_oss", GptOss(alpha, limit) (gates and ups interleaved),
-            "relu2", "gelu", "gelu_tanh", "silu" (no gates).
+        activation: None, or one of reference.activate, which says how gates and ups are arranged.
         num_rows: None, or one int32 on x's device, for example expert_offsets[-1:] of a layer with a
             capacity: rows from this number on are neither read nor written, and the host reads nothing.
         pow2: Round each scale up to a power of two.  Numbers can then get another scale that is a power of
