@@ -527,6 +527,12 @@ def restores_wrong_slots(world, device):
         world.exchange(b"1")
     for helps in ([(0, slot)] * 65, [(0,)], [[0, slot]], ((0, slot),)):
         errors.append(outcome(functools.partial(restore, helps), moe.layer))
+    for i in range(4):  # weights that are not those of a module
+        of_module = [getattr(moe, name) for name in NAMES]
+        of_module[i] = of_module[i][:-1].detach()
+        errors.append(outcome(functools.partial(_C.layer_restore_weights, moe.layer._c, 0,
+                                                moe.last_layout.plan, [], *of_module), moe.layer))
+        world.exchange(b"1")
     got = forward(moe)[0]
     moe.finalize()
     return [e.kind for e in errors], [e.text for e in errors[:5]], torch.equal(got, want)
@@ -534,7 +540,7 @@ def restores_wrong_slots(world, device):
 
 def test_slots_that_are_none_are_refused(ranks):
     for kinds, texts, works in ranks(restores_wrong_slots, at_least=2):
-        assert kinds == ["ValueError"] * 5 + ["TypeError"] * 4 and works
+        assert kinds == ["ValueError"] * 5 + ["TypeError"] * 4 + ["ValueError"] * 4 and works
         assert all("helper slot" in text for text in texts), texts
 
 

@@ -8,6 +8,7 @@ import epmoe.env
 from cases import (
     MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, keep, make_layer, outcome,
 )
+from epmoe.comm.validation import agree
 
 GOOD = {"max_tokens": 8, "hidden": 16, "topk": 2, "num_tot_experts": 12, "dtype": torch.bfloat16}
 
@@ -237,3 +238,12 @@ def test_errors_config_too_many_buffers(ranks):
     for num_layers, name, text in ranks(make_layers_until_error, world_size=2, at_least=2):
         assert (num_layers, name) == (15, "HeapExhausted"), text
         assert "at most 256 communication buffers, one for each heap and num_buffers for each layer" in text
+
+
+def test_errors_config_agree_sees_the_end_of_a_long_text(ranks):
+    def run(world, device):
+        agree(world, "x" * 5000, "rank {rank}")
+        return outcome(lambda: agree(world, "x" * 5000 + "y" * world.rank, "rank {rank} has {its}"))
+
+    for error in ranks(run, world_size=2, at_least=2):
+        assert error.kind == "EpMismatch" and error.text.startswith("ranks disagree: rank 1 has xxx")

@@ -8,12 +8,19 @@ It has two hops.  Over the rail each rank tells the same local ranks of the othe
 reaches all ranks, before a row has moved, and all reach the same verdict.  Both hops are on the host.
 """
 
+from __future__ import annotations
+
+import hashlib
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import _C
 from ..errors import EpMismatch, PeerError
+
+if TYPE_CHECKING:
+    from .nodes import Nodes
+    from .world import World
 
 OPS = ("plan", "dispatch", "combine", "the backward of dispatch", "the backward of combine", "barrier",
        "exchange or creation", "finalize", "close")
@@ -23,6 +30,22 @@ OP_OF = {_C.OP_PLAN: PLAN, _C.OP_DISPATCH: DISPATCH, _C.OP_DISPATCH_GEMM: DISPAT
          _C.OP_GEMM_COMBINE: COMBINE, _C.OP_BARRIER: BARRIER}
 FAILED, SECOND = 1, 2
 NOTHING, FAILURE, DISAGREE, INDEX = range(4)  # kinds of a Verdict
+_HASH_BYTES = 32
+_TEXT_BYTES = _C.ALL_GATHER_BYTES - _HASH_BYTES
+
+
+def agree(world: World | Nodes, mine: str, message: str) -> None:
+    """Raise EpMismatch on all ranks if they pass other texts.  Collective.
+
+    mine: of any length; an error shows its beginning.  message: that of the error, with {rank}, {its} text
+    and {first}, the text of rank 0.
+    """
+    text = mine.encode()
+    texts = world.exchange(hashlib.sha256(text).digest() + text[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+    for rank, its in enumerate(texts):
+        if its != texts[0]:
+            other, first = (t[_HASH_BYTES:].decode(errors="replace").rstrip() for t in (its, texts[0]))
+            raise EpMismatch("ranks disagree: " + message.format(rank=rank, its=other, first=first))
 
 
 class Header(NamedTuple):

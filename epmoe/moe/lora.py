@@ -17,7 +17,6 @@ the backward makes no product for it, and W may have 8 or 4 bits.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,8 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..a2a.base import together
+from ..comm import validation
 from ..comm.device import integer
-from ..errors import EpMismatch
 from ..torch_modes import writing
 from .lora_products import CopiedFactors
 from .shards import is_dtensor, tensors, to_first
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from ..comm.world import World
     from .module import EPMoE
 
-_DESCRIPTION_BYTES = 224  # of a call, padded, in an exchange
 _MOST_CHARACTERS = 64  # of the name of an adapter
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
 
@@ -187,13 +185,8 @@ def check_unmerged(moe: EPMoE, what: str) -> None:
 
 def agree(world: World | Nodes, mine: str) -> None:
     """Raise EpMismatch on all ranks if they make different calls.  Collective."""
-    digest, text = hashlib.sha256(mine.encode()).digest(), mine.encode()[:_DESCRIPTION_BYTES]
-    texts = world.exchange(digest + text.ljust(_DESCRIPTION_BYTES))
-    for rank, its in enumerate(texts):
-        if its != texts[0]:
-            other, first = (t[len(digest):].decode(errors="replace").rstrip() for t in (its, texts[0]))
-            raise EpMismatch(f"ranks disagree: rank {rank} called {other}, rank 0 {first}. Make the same "
-                             f"call on all ranks.")
+    validation.agree(world, mine,
+                     "rank {rank} called {its}, rank 0 {first}. Make the same call on all ranks.")
 
 
 def check_name(name: Any) -> str:

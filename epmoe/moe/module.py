@@ -19,7 +19,7 @@ from ..a2a.fused import EpAll2AllFusedOp
 from ..a2a.low_latency import LowLatencyAll2All
 from ..comm.device import integer
 from ..comm.error_propagation import check_plain
-from ..errors import EpMismatch
+from ..comm.validation import agree
 from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import grouped_gemm, is_transposed
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
@@ -47,24 +47,10 @@ if TYPE_CHECKING:
     from ..comm.nodes import Nodes
     from ..comm.world import World
 
-_DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 Layout: TypeAlias = "EPLayout | NodesLayout"
 _T = TypeVar("_T", Tensor, Tensor | None)
 _DEFAULTS = inspect.signature(EpAll2AllFusedOp).parameters
-
-
-def agree(world: World | Nodes, mine: str) -> None:
-    """Raise EpMismatch on all ranks if they have different experts.  Collective.
-
-    The layer does not know these arguments.  Without this check different experts would give wrong sums.
-    """
-    descriptions = world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
-    for rank, its in enumerate(descriptions):
-        if its != descriptions[0]:
-            other, first = (d.decode(errors="replace").rstrip() for d in (its, descriptions[0]))
-            raise EpMismatch(f"ranks disagree: rank {rank} has experts of {other}, rank 0 of "
-                             f"{first}. Create the module with the same arguments on all ranks.")
 
 
 def check_shared(layer: EPAll2AllLayer, hidden: int, topk: int, num_physical: int,
@@ -462,10 +448,13 @@ class EPMoE(nn.Module):
             try:
                 with together(layer.world):
                     self._make(layer, halves * inner, inner, bias)
+                # The layer does not know these: different experts would give wrong sums.
                 agree(layer.world, f"inner {inner}, activation {activation!r}, bias {bias}, num_experts "
                                    f"{num_experts}, weight_dtype {self.weight_dtype}, dispatch_dtype "
                                    f"{dispatch_dtype}, compute_dtype {compute_dtype}, num_chunks "
-                                   f"{num_chunks}, {self.balance}")
+                                   f"{num_chunks}, {self.balance}",
+                      "rank {rank} has experts of {its}, rank 0 of {first}. Create the module with the same "
+                      "arguments on all ranks.")
                 if self.balance is not None:
                     balancing.make_staging(self.balance, layer, self._weights(),
                                            fuse_wgrad_accumulation)

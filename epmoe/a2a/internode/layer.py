@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +15,8 @@ from ...comm.nodes import Nodes
 from ...comm.rail import RESERVE_SMS
 from ...comm.error_propagation import is_reported, mark_reported
 from ...comm.validation import BARRIER, COMBINE, DISPATCH, FAILED, FINALIZE, OP_OF, PLAN, SECOND, Header
-from ...errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
+from ...comm.validation import agree
+from ...errors import EpClosed, EpError, EpIndexError, EpOverflow, PeerError
 from ...torch_modes import StopRecomputation, check_mode, requires_grad, without_dynamo
 from ...gemm.activations import Activation
 from ..base import cast
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from ...moe.module import EPMoE
 
-_DESCRIPTION_BYTES = 480
 _POSITIONAL = ("dtype", "weight_dtype", "num_sm", "enable_local_combine")
 _OWN = {"device", "heap", "timeout_s", "num_sm", "reserve_sms", "host_counts"}  # may differ between ranks
 
@@ -580,12 +579,5 @@ def _tokens_of_team(nodes: Nodes, max_tokens: int, options: dict[str, Any]) -> i
 
 def _agree(nodes: Nodes, mine: str) -> None:
     """Raise EpMismatch on all ranks if they describe different layers."""
-    text = mine.encode()
-    hashed = hashlib.sha256(text).digest()  # of all of it: the text may be longer than an exchange can be
-    descriptions = nodes.exchange(text[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES) + hashed)
-    for rank, description in enumerate(descriptions):
-        if description != descriptions[0]:
-            its, first = (d[:_DESCRIPTION_BYTES].decode(errors="replace").rstrip()
-                          for d in (description, descriptions[0]))
-            raise EpMismatch(f"ranks disagree: rank {rank} creates {its}; rank 0 creates {first}. Create the "
-                             f"layer with the same arguments on all ranks.")
+    agree(nodes, mine, "rank {rank} creates {its}; rank 0 creates {first}. Create the layer with the same "
+                       "arguments on all ranks.")
