@@ -267,6 +267,34 @@ def test_what_writes_the_slots_between_forward_and_backward(ranks):
                 same_bits(mine[name], its[name], name)
 
 
+def written_unseen(world, device, balance=BALANCE):
+    """The slots change, and no module has noted what they hold: .data, and a module with copies of biases."""
+    one, two = (make(world, device, balance=balance, rank_invariant=True) for _ in range(2))
+    biased(two)
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(two, name, getattr(one, name))
+    saved = {name: getattr(one, name).data.clone() for name in NAMES}
+    step = forward(one, 0)
+    for name in NAMES:
+        getattr(one, name).data = saved[name]
+    seen = [backward(*step)]
+    step = forward(one, 0)
+    with torch.no_grad():
+        two(*batch(two, 2, (2, 3)))
+    seen.append(backward(*step))
+    one.layer.synchronize()
+    one.finalize()
+    two.finalize()
+    return seen
+
+
+def test_slots_are_restored_if_nobody_noted_what_they_hold(ranks):
+    for balanced, other in pairs(ranks, written_unseen):
+        for mine, its in zip(balanced, other):
+            for name in its:
+                same_bits(mine[name], its[name], name)
+
+
 def unlike(world, device, difference, balance=BALANCE):
     """One rank cannot help, or wants gradients of other weights."""
     moe = make(world, device, balance=balance, rank_invariant=True)
