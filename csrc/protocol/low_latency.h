@@ -62,8 +62,8 @@ EP_STATIC_ASSERT(EP_LL_HEAD_WORDS - EP_LL_SOURCES >= EP_MAX_RANKS, "room for eve
 typedef struct {
     uint64_t offsets_off; /* [L + 1] compact: the first row of each local expert; the last entry is M */
     uint64_t targets_off; /* [max_tokens] bit r: rank r returns a sum for this rank's token */
-    /* [W][max_tokens][K] row of a source's choice at this rank. Without one: for a choice of this rank's own
-     * token at rank r -2 - r, else -1. */
+    /* [W][max_tokens][K] row of a source's choice at this rank. Without one: in mode EP_LOW_LATENCY_SCATTER,
+     * for a choice of this rank's own token at rank r, -2 - r, else -1. */
     uint64_t rows_off;
     uint64_t weights_off; /* [W][max_tokens][K] the weight of a row, and of all choices of own tokens, f32 */
     uint64_t num_words;
@@ -85,7 +85,8 @@ EP_PURE uint64_t ep_ll_choices_at(const EpShape *s, uint32_t source, uint32_t to
 }
 /* What rows_off has for a choice whose expert, of all ranks, is e and has no row here. */
 EP_PURE int32_t ep_ll_row_elsewhere(const EpShape *s, bool is_own, uint32_t expert) {
-    return is_own && expert < s->num_experts ? -2 - (int32_t)(expert / ep_num_local_experts(s)) : -1;
+    if (s->combine_mode != EP_LOW_LATENCY_SCATTER || !is_own || expert >= s->num_experts) return -1;
+    return -2 - (int32_t)(expert / ep_num_local_experts(s));
 }
 /* The rank that a number of rows_off names, or EP_MAX_RANKS. A handle that was overwritten names no wrong
  * one. */

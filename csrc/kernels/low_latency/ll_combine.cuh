@@ -25,12 +25,13 @@ EP_FN Choice choice_of(const EpLlCombineParams &p, Token at) {
     const EpComm *c = &p.comm;
     const EpLlHandle h = ep_ll_handle(&c->shape);
     const uint64_t choice = ep_ll_choices_at(&c->shape, at.source, at.token) + ep_lane();
+    const uint64_t num_rows = ep_ll_num_rows(&c->shape, p.is_masked); /* before the loads: it divides */
     Choice mine = {-1, 0, false};
     if (ep_lane() < c->shape.num_topk) {
         mine.row = p.handle[h.rows_off + choice];
         mine.weight = ((const float *)p.handle)[h.weights_off + choice];
     }
-    mine.is_here = mine.row >= 0 && (uint64_t)mine.row < ep_ll_num_rows(&c->shape, p.is_masked);
+    mine.is_here = (uint64_t)(int64_t)mine.row < num_rows; /* -1 is large */
     return mine;
 }
 /* Load this lane's part of a piece of a row of this rank. */
