@@ -317,6 +317,36 @@ static bool run_backward(void) {
     RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, even)
     return ok;
 }
+/* The scheduler finds the tiles of few rows, whatever tiles a pair of CTAs draws. Most experts have no rows,
+ * one row block, or two. */
+static bool find_tiles(void) {
+    const uint32_t bm = 32, bn = 64, num_n = 3, num_experts = 1 + ep_random() % 60, empty = ep_random() % 8;
+    std::vector<int32_t> sizes, offsets;
+    std::vector<EpGemmTile> wanted; /* where each tile begins */
+    for (uint32_t e = 0; e < num_experts; e++)
+        sizes.push_back(ep_random() % 8 < empty ? 0 : (int32_t)(ep_random() % (ep_random() % 6 ? 8 : 70)));
+    place_experts(sizes, &offsets);
+    const Case c = {bn * num_n, 64, 1, sizes};
+    const EpGemmParams p = parameters(c, offsets, EP_GEMM_FORWARD, false);
+    for (uint32_t e = 0; e < num_experts; e++) {
+        const uint32_t num_m = ((uint32_t)sizes[e] + bm - 1) / bm, num_pairs = num_m / 2;
+        for (uint32_t i = 0; i < num_pairs * num_n + num_m % 2 * ((num_n + 1) / 2); i++)
+            wanted.push_back({e, (uint32_t)offsets[e] + (i < num_pairs * num_n ? 0 : num_pairs * 2 * bm)});
+    }
+    EpGemmTileScheduler sched = {};
+    EpGemmTile tile = {};
+    uint32_t t = ep_random() % 9;
+    ep_tile_scheduler_enter(&p, bm, 2, &sched);
+    for (; ep_gemm_tile(&p, bm, bn, 2, 0, &sched, t, &tile); t += 1 + ep_random() % 20)
+        if (t >= wanted.size() || tile.expert != wanted[t].expert || tile.row0 < wanted[t].row0) return false;
+    return t >= wanted.size();
+}
+static bool run_scheduler(void) {
+    uint32_t num_wrong = 0;
+    for (uint32_t i = 0; i < 20000; i++) num_wrong += !find_tiles();
+    printf("tiles of few rows: %s\n", num_wrong ? "WRONG" : "ok");
+    return num_wrong == 0;
+}
 static bool run_hooked(void) {
     bool ok = true;
     RUN_HOOKED(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, odd)
@@ -336,8 +366,8 @@ static bool run_hooked(void) {
 }
 static bool run_all(void) {
     const bool forward = run_forward(), shared = run_shared_activations(), backward = run_backward(),
-               hooked = run_hooked();
-    return forward && shared && backward && hooked;
+               hooked = run_hooked(), scheduler = run_scheduler();
+    return forward && shared && backward && hooked && scheduler;
 }
 #endif
 
