@@ -235,7 +235,7 @@ emulated: | python
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) \
 	            build/test_$$t 1 $$([ -z "$$san" ] || [ $$t = low_latency ] && echo 2 || echo 1) || exit 1; done; done
 	@for san in "" -fsanitize=thread; do \
-	    for t in gemm gemm_fp8 gemm_w4 gemm_accumulate gemm_save gemm_low_rank wgrad_fp8; do \
+	    for t in gemm gemm_fp8 gemm_w4 gemm_accumulate gemm_save gemm_low_rank gemm_narrow wgrad_fp8; do \
 	        $(EMULATED) -O2 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp -o build/test_$$t -lpthread && echo "$$t $$san" && \
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) build/test_$$t || exit 1; done; done
 

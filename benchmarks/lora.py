@@ -239,7 +239,7 @@ class Forward:
 
 def measure_mixture(run, shape, layer, inputs):
     moe, base = make(run, shape, layer, NUM_ADAPTERS), make(run, shape, layer, 0)
-    numbers = torch.arange(len(inputs[0]), device=run.device) % NUM_ADAPTERS
+    numbers = torch.arange(len(inputs[0]), device=run.device, dtype=torch.int32) % NUM_ADAPTERS
     check_mixture(run, moe, inputs, numbers)
     ms = alternate(run, {"epmoe": Forward(lambda: base(*inputs, decode=False)),
                          "mixture": Forward(lambda: moe(*inputs, adapters=numbers))})
@@ -254,7 +254,7 @@ def measure_decode(run, shape):
     inputs = x, idx, weight
     layer = run.layer(few, x.dtype, epmoe.EpAll2AllFusedOp, capacity=run.size * few.tokens * few.topk)
     base, moe = make(run, few, layer, 0), make(run, few, layer, NUM_ADAPTERS)
-    numbers = torch.arange(len(x), device=run.device) % NUM_ADAPTERS
+    numbers = torch.arange(len(x), device=run.device, dtype=torch.int32) % NUM_ADAPTERS
     check_mixture(run, moe, inputs, numbers)
     one = make(run, few, layer, 1)
     one.set_adapter("0")

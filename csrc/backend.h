@@ -70,11 +70,10 @@ typedef struct {
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
     /* scales: NULL, or those of numbers in FP8, which ep_multiplies tells whether the backend has. four_bit:
      * NULL, or how the weights have 4 bits, in a FORWARD of rows in 16 bits. low_rank: NULL, or what is
-     * added, to a FORWARD or DGRAD of 16 bits. */
+     * added, to a FORWARD or DGRAD of 16 bits. own: NULL, or the columns that rows of 16 bits keep. */
     int (*gemm)(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                const EpLowRank *low_rank, void *stream);
+                const EpLowRank *low_rank, const EpOwnColumns *own, void *stream);
     int (*activation)(int device, const EpActivationParams *p, void *stream);
-    int (*own_columns)(int device, const EpOwnColumnsParams *p, void *stream);
     int (*move_choices)(int device, const EpMoveChoicesParams *p, void *stream);
     int (*map_choices)(int device, const EpMapChoicesParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);

@@ -379,6 +379,10 @@ typedef struct {
     /* NULL; or a product of low rank that is added to a FORWARD or DGRAD of 16 bits: [M][R], and [L][N][R] or
      * [L][R][K]; see EpLowRank. */
     const EpTensor *low_a, *low_b;
+    /* NULL; or i32 [M], the adapters of the rows. Then the GEMM multiplies by the first factors of a mixture,
+     * of_adapter columns for each adapter; see EpOwnColumns. */
+    const EpTensor *row_tag;
+    uint32_t of_adapter;
     /* CUDA: i64 [1], 0 before and after the launch, and of no launch that overlaps with this one. NULL: the
      * counter that the library has for the stream. */
     const EpTensor *tile_counter;

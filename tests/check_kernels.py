@@ -19,7 +19,8 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-GEMM_KERNELS = {"gemm_*.cu.o": "gemm_kernel", "fused_*.cu.o": "mega_kernel"}  # objects: name of their kernels
+# objects: a pattern of the names of their kernels
+GEMM_KERNELS = {"gemm_*.cu.o": "gemm_(low_rank_|narrow_)?kernel", "fused_*.cu.o": "mega_kernel"}
 # Kernels that may spill, and the most bytes of stack. A warp of the low-latency combine loads the sums of
 # four ranks at once (docs/experiments/decode.md, E-121). In GEMM + combine in FP8 the MMA warps have most of
 # the registers: the others spill some for each chunk (docs/experiments/megakernels.md, E-127).
@@ -76,7 +77,7 @@ def instruction_faults(folder):
     for objects, kernel in GEMM_KERNELS.items():
         with ThreadPoolExecutor() as pool:
             by_object = list(pool.map(instructions, sorted(folder.rglob(objects))))
-        seen = [item for by_name in by_object for item in by_name.items() if kernel in item[0]]
+        seen = [item for by_name in by_object for item in by_name.items() if re.search(kernel, item[0])]
         faults += [f"{name}: {num} {tensor_core(name)[0]} instructions, {local} accesses of local memory"
                    for name, (num, local) in seen if not num or local and not allowed_stack(name)]
         faults += [] if seen else [f"{objects}: found no kernel named {kernel}"]

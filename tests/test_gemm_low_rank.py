@@ -78,6 +78,21 @@ def test_low_rank_gradient_of_rows_equals_sums_in_float64(ranks, sizes, n, k, r,
             check(y[rows], want, size, f"expert {e}")
 
 
+@pytest.mark.parametrize("dtype", first(1, [torch.bfloat16, torch.float16]), ids=str)
+@pytest.mark.parametrize("kind", [FORWARD, DGRAD])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_few_columns_have_the_bits_of_many(ranks, sizes, kind, dtype):
+    """Hopper multiplies by few columns in kernels of its own: by first factors, and their gradients."""
+    x, weight, _, offsets, _, _ = low_rank_problem(sizes, 272, 592, 16, dtype, ranks.device)
+    weight = weight if kind == FORWARD else weight.transpose(1, 2).contiguous()
+    many, _ = multiply(x, weight, offsets, None, kind)
+    rows = slice(offsets[0].item(), offsets[-1].item())
+    for num in (16, 32, 48, 112, 128):
+        few = weight[:, 7:7 + num] if kind == FORWARD else weight[..., 7:7 + num]
+        got, _ = multiply(x, few.contiguous(), offsets, None, kind)
+        assert torch.equal(got[rows], many[rows, 7:7 + num]), f"{num} columns"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_rank_may_be_absent(ranks, dtype):
     x, weight, bias, offsets, _, _ = low_rank_problem([40, 0, 9], 64, 32, 16, dtype, ranks.device)

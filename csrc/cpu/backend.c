@@ -315,10 +315,20 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
     return 0;
 }
 
+static void keep_own_columns(const EpGemmParams *p, const EpOwnColumns *own) {
+    const uint32_t num_cols = ep_gemm_num_cols(p), end = (uint32_t)p->offsets[p->num_experts];
+    for (uint64_t row = 0; row < p->num_rows && row < end; row++) {
+        const uint32_t first = ep_first_own_column(own, row, num_cols);
+        for (uint32_t col = 0; col < num_cols; col++)
+            if (col - first >= own->of_adapter) ((uint16_t *)p->out)[row * num_cols + col] = 0;
+    }
+}
 static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                const EpLowRank *low_rank, void *stream) {
+                const EpLowRank *low_rank, const EpOwnColumns *own, void *stream) {
     (void)device, (void)scales, (void)stream;
-    return ep_cpu_gemm(p, four_bit, low_rank);
+    EP_TRY(ep_cpu_gemm(p, four_bit, low_rank));
+    if (own) keep_own_columns(p, own);
+    return 0;
 }
 /* The fused operations: here their stages, one after the other, in the layer's dtype. */
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, const EpScales *scales, void *stream) {
@@ -327,7 +337,7 @@ static int dispatch_gemm(int device, const EpDispatchGemmParams *p, const EpScal
 }
 static int gemm_combine(int device, const EpGemmCombineParams *p, const EpScales *scales, void *stream) {
     (void)scales;
-    const int code = ep_cpu_gemm(&p->gemm, NULL, NULL);
+    const int code = ep_cpu_gemm(&p->gemm, NULL, p->low.a ? &p->low : NULL);
     if (!code) return combine(device, &p->combine, p->num_move_blocks, stream);
     EpComm comm = p->combine.comm;
     comm.status = code;
@@ -337,13 +347,6 @@ static int gemm_combine(int device, const EpGemmCombineParams *p, const EpScales
 static int activation(int device, const EpActivationParams *p, void *stream) {
     (void)device, (void)stream;
     ep_cpu_activation(p);
-    return 0;
-}
-static int own_columns(int device, const EpOwnColumnsParams *p, void *stream) {
-    (void)device, (void)stream;
-    for (uint64_t row = 0; row < p->num_rows && row < (uint32_t)*p->end; row++)
-        for (uint32_t column = 0; column < p->num_columns; column++)
-            if (!ep_is_own_column(p, row, column)) p->rows[row * p->num_columns + column] = 0;
     return 0;
 }
 static int move_choices(int device, const EpMoveChoicesParams *p, void *stream) {
@@ -397,7 +400,6 @@ const EpBackend ep_cpu_backend = {
     .dispatch_gemm = dispatch_gemm,
     .gemm_combine = gemm_combine,
     .activation = activation,
-    .own_columns = own_columns,
     .move_choices = move_choices,
     .map_choices = map_choices,
     .quantize = quantize,

@@ -255,17 +255,12 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
 }
 
 static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                const EpLowRank *low_rank, void *stream) {
+                const EpLowRank *low_rank, const EpOwnColumns *own, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, four_bit, low_rank, stream),
-                                        scales ? "grouped GEMM kernel of FP8" : "grouped GEMM kernel"));
-}
-static int own_columns(int device, const EpOwnColumnsParams *p, void *stream) {
-    EpGuard g;
-    EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_own_columns(p, stream),
-                                        "kernel that keeps the columns of a row's adapter"));
+    return ep_unguard(&g,
+                      ep_cuda_check((cudaError_t)ep_launch_gemm(p, scales, four_bit, low_rank, own, stream),
+                                    scales ? "grouped GEMM kernel of FP8" : "grouped GEMM kernel"));
 }
 static int move_choices(int device, const EpMoveChoicesParams *p, void *stream) {
     EpGuard g;
@@ -387,7 +382,6 @@ const EpBackend ep_cuda_backend = {
     .wait = wait_word,
     .gemm = gemm,
     .activation = activation,
-    .own_columns = own_columns,
     .move_choices = move_choices,
     .map_choices = map_choices,
     .quantize = quantize,

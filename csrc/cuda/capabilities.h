@@ -6,6 +6,7 @@
 
 #define EP_MAX_DEVICES 64        /* GPUs that a process can use */
 #define EP_CTA_SMEM_BYTES 232448 /* shared memory that a CTA can have on Hopper */
+#define EP_SM_SMEM_BYTES 233472  /* that of an SM, of which the GPU keeps 1 KB for each CTA */
 #define EP_HALF_SM_SMEM_BYTES \
     115712 /* and each of two CTAs on an SM: half of 228 KB, less what the GPU keeps */
 

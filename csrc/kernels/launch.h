@@ -21,10 +21,9 @@ int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *strea
 int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, const EpScales *scales, void *stream);
 int ep_launch_gemm_combine(const EpGemmCombineParams *p, const EpScales *scales, void *stream);
 /* scales: NULL, or those of FP8. four_bit: NULL, or how the weights have 4 bits. low_rank: NULL, or what is
- * added, to a product with weights of 16 bits. */
+ * added, to a product with weights of 16 bits. own: NULL, or the columns that the rows keep. */
 int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                   const EpLowRank *low_rank, void *stream);
-int ep_launch_own_columns(const EpOwnColumnsParams *p, void *stream);
+                   const EpLowRank *low_rank, const EpOwnColumns *own, void *stream);
 int ep_launch_activation(const EpActivationParams *p, void *stream);
 int ep_launch_quantize(const EpQuantizeParams *p, void *stream);
 int ep_launch_transpose(const EpTransposeParams *p, void *stream);

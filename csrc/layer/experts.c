@@ -74,31 +74,24 @@ typedef struct {
 
 static bool has_low(Low low) { return low.in || low.out || low.rows; }
 
-/* Set the columns of other adapters than a row's own to zero. The product has checked the rows, and the
- * dispatch the tags. */
-static int keep_own_columns(const Call *c, Low low) {
-    const EpOwnColumnsParams p = {
-        .rows = low.rows->data,
-        .row_tag = low.row_tag->data,
-        .end = (const int32_t *)c->offsets.data + c->offsets.shape[0] - 1,
-        .num_rows = (uint32_t)low.rows->shape[0],
-        .num_columns = (uint32_t)low.rows->shape[1],
-        .of_adapter = low.of_adapter,
-    };
-    const EpHeap *h = c->layer->heap;
-    return ep_heap_backend(h)->own_columns(ep_heap_device(h), &p, c->stream);
+/* Launch the product of rows with LoRA's first factors, if there is LoRA. */
+static int multiply_low(const Call *c, uint32_t kind, const EpTensor *rows, Low low) {
+    if (!has_low(low)) return 0;
+    if (!low.in || !low.out || !low.rows)
+        return ep_error(EP_EINVAL, "LoRA: low_in, low_out and low_rows must be all there, or none");
+    return multiply(c, (EpGemm){.kind = kind,
+                                .a = rows,
+                                .b = low.in,
+                                .out = low.rows,
+                                .row_tag = low.row_tag,
+                                .of_adapter = low.of_adapter});
 }
 
 /* Launch a product of rows with a weight, and LoRA's beside it. */
 static int multiply_with(const Call *c, EpGemm g, Low low) {
-    if (has_low(low)) {
-        if (!low.in || !low.out || !low.rows)
-            return ep_error(EP_EINVAL, "LoRA: low_in, low_out and low_rows must be all there, or none");
-        EP_TRY(multiply(c, (EpGemm){.kind = g.kind, .a = g.a, .b = low.in, .out = low.rows}));
-        if (low.row_tag) EP_TRY(keep_own_columns(c, low));
-        g.low_a = low.rows;
-        g.low_b = low.out;
-    }
+    EP_TRY(multiply_low(c, g.kind, g.a, low));
+    g.low_a = low.rows;
+    g.low_b = low.out;
     return multiply(c, g);
 }
 
@@ -240,8 +233,9 @@ static int help(Call *c, const EpExpertsArgs *a, const EpBalance *balance, EpRan
 
 static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     const Low low_up = MIXED_LOW_OF(a, gate_up), low_down = MIXED_LOW_OF(a, down);
-    const bool is_fused = !a->row_tag && !has_low(low_up) && !has_low(low_down) &&
-                          fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
+    const bool is_fused = fuses(c, a->gate_up, 1, a->down, 2, a->gate_up_scale != NULL, a->h != NULL);
+    /* LoRA's first factors multiply rows that have arrived. Dispatch + GEMM has no launch between the two. */
+    const bool is_first_fused = is_fused && !a->row_tag && !has_low(low_up);
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan, .balance_key = a->balance_key};
     EpDispatchArgs dispatch = {.x = a->x,
                                .weight = a->weight,
@@ -278,6 +272,8 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     const EpGemmCombineArgs gemm_combine = {.a = a->a,
                                             .gemm_weight = a->down,
                                             .bias = a->down_bias,
+                                            .low_a = a->down_low_rows,
+                                            .low_b = a->down_low_out,
                                             .rows = a->out_rows,
                                             .row_weight = a->row_weight,
                                             .plan = a->plan,
@@ -311,11 +307,12 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
         EP_TRY(ep_layer_rows_locked(c->layer, c->buffer, a->plan, c->stream, &ran->num_rows));
     }
     EP_TRY(report(c, EP_OP_DISPATCH, code));
-    EP_TRY(is_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
-                    : run(c, EP_OP_DISPATCH, &dispatch, ran));
+    EP_TRY(is_first_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
+                          : run(c, EP_OP_DISPATCH, &dispatch, ran));
     if (!ran->is_launched) return 0;
-    if (!is_fused) code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, a->h, low_up);
+    if (!is_first_fused) code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, a->h, low_up);
     if (is_fused) {
+        if (!code) code = multiply_low(c, EP_GEMM_FORWARD, a->a, low_down);
         EP_TRY(report(c, EP_OP_GEMM_COMBINE, code));
         return run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran);
     }
@@ -361,8 +358,7 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
 }
 
 static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
-    const bool is_fused =
-        !has_low(LOW_OF(a, gate_up)) && fuses(c, a->gate_up, 1, a->weighted, 1, false, true);
+    const bool is_fused = fuses(c, a->gate_up, 1, a->weighted, 1, false, true);
     const EpCombineArgs combine = {.rows = a->out_rows,
                                    .row_scalar = a->dots,
                                    .plan = a->plan,
@@ -371,6 +367,8 @@ static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
                                    .out_scalar = a->d_weight};
     const EpGemmCombineArgs gemm_combine = {.a = a->d_h,
                                             .gemm_weight = a->gate_up,
+                                            .low_a = a->gate_up_low_rows,
+                                            .low_b = a->gate_up_low_out,
                                             .rows = a->out_rows,
                                             .row_scalar = a->dots,
                                             .plan = a->plan,
@@ -382,6 +380,7 @@ static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
     int code = set_offsets_of_plan(c, a->plan);
     if (!code && a->d_down)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->g, .b = a->weighted, .out = a->d_down});
+    if (!code && is_fused) code = multiply_low(c, EP_GEMM_DGRAD, a->d_h, LOW_OF(a, gate_up));
     if (!code && !is_fused)
         code = multiply_with(
             c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->d_h, .b = a->gate_up, .out = a->out_rows},

@@ -1,8 +1,8 @@
 /* grouped_gemm.c - the grouped GEMM by itself: check the arguments, fill in the parameters, launch.
  *
- * Exports ep_grouped_gemm and ep_gemm_has_counter. The operation is local to a rank, and no peer takes part.
- * So a wrong argument is an error on this rank only. */
-#include "backend.h"
+ * Exports ep_grouped_gemm, ep_check_low_rank and ep_gemm_has_counter. The operation is local to a rank, and
+ * no peer takes part. So a wrong argument is an error on this rank only. */
+#include "layer/prepare.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"
 
@@ -121,29 +121,43 @@ static int read_four_bit(const EpGemm *g, const EpGemmParams *p, EpFourBit *four
     return 0;
 }
 
-/* Check a product of low rank that is added, and read its size. */
-static int read_low_rank(const EpGemm *g, const EpGemmParams *p, EpLowRank *low) {
-    const EpBackendKind kind = g->a->kind;
-    const bool is_forward = g->kind == EP_GEMM_FORWARD;
-    if (!g->low_a || !g->low_b || g->b_scale || g->kind == EP_GEMM_WGRAD)
+int ep_check_low_rank(const EpTensor *low_a, const EpTensor *low_b, const EpGemmParams *p, EpBackendKind kind,
+                      int device, EpLowRank *low) {
+    const uint32_t dtype = p->is_f16 ? EP_F16 : EP_BF16;
+    if (!low_a || !low_b || p->kind == EP_GEMM_WGRAD)
         return ep_error(EP_EINVAL,
                         "a product of low rank: needs both low_a and low_b, and weights of 16 bits, "
                         "in a forward GEMM or that of the gradient of its rows");
-    const int64_t L = p->num_experts, R = g->low_a->num_dims == 2 ? g->low_a->shape[1] : 0,
+    const bool is_forward = p->kind == EP_GEMM_FORWARD;
+    const int64_t L = p->num_experts, R = low_a->num_dims == 2 ? low_a->shape[1] : 0,
                   unit = kind == EP_CUDA ? 16 : 1;
     if (R < unit || R % unit || R > EP_GEMM_MAX_COLS)
         return ep_error(EP_EINVAL,
                         "rows of low rank %lld: the rank must be a positive multiple of %lld, at most %u",
                         (long long)R, (long long)unit, EP_GEMM_MAX_COLS);
     const EpWanted wanted[] = {
-        {"rows of low rank", g->low_a, g->a->dtype, 2, {p->num_rows, R, -1}},
-        {"weights of low rank", g->low_b, g->a->dtype, 3, {L, is_forward ? p->n : R, is_forward ? R : p->k}},
+        {"rows of low rank", low_a, dtype, 2, {p->num_rows, R, -1}},
+        {"weights of low rank", low_b, dtype, 3, {L, is_forward ? p->n : R, is_forward ? R : p->k}},
     };
     for (uint32_t i = 0; i < 2; i++)
-        EP_TRY(ep_tensor_check(&wanted[i], kind, g->a->device, kind == EP_CUDA ? 16 : 2));
-    low->a = g->low_a->data;
-    low->b = g->low_b->data;
+        EP_TRY(ep_tensor_check(&wanted[i], kind, device, kind == EP_CUDA ? 16 : 2));
+    low->a = low_a->data;
+    low->b = low_b->data;
     low->r = (uint32_t)R;
+    return 0;
+}
+
+/* Check which columns the rows of a mixture keep. */
+static int read_own_columns(const EpGemm *g, const EpGemmParams *p, EpOwnColumns *own) {
+    if (g->kind != EP_GEMM_FORWARD || g->activation || g->bias || g->b_scale || g->low_a)
+        return ep_error(EP_EINVAL, "adapters of rows: wanted a plain forward GEMM of 16 bits");
+    if (g->of_adapter == 0 || g->of_adapter % 8)
+        return ep_error(EP_EINVAL, "%u columns of each adapter: must be a positive multiple of 8",
+                        g->of_adapter);
+    const EpWanted wanted = {"adapters of rows", g->row_tag, EP_I32, 1, {p->num_rows, -1, -1}};
+    EP_TRY(ep_tensor_check(&wanted, g->a->kind, g->a->device, 4));
+    own->row_tag = (const int32_t *)g->row_tag->data;
+    own->of_adapter = g->of_adapter;
     return 0;
 }
 
@@ -154,6 +168,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     EpGemmScales scales;
     EpFourBit four_bit;
     EpLowRank low_rank;
+    EpOwnColumns own;
     const bool has_low_rank = g->low_a || g->low_b;
     if (!backend) return EP_EINVAL;
     EP_TRY(check_sizes(g, &p));
@@ -161,7 +176,10 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     if (g->a_scale && !ep_multiplies(where, EP_IN_FP8))
         return ep_error(EP_EINVAL, "rows in FP8 on the CPU: the grouped GEMM of FP8 runs on CUDA only");
     if (g->a_scale) EP_TRY(read_scales(g, &p, &scales));
-    if (has_low_rank) EP_TRY(read_low_rank(g, &p, &low_rank));
+    if (has_low_rank && g->b_scale)
+        return ep_error(EP_EINVAL, "a product of low rank: needs weights of 16 bits");
+    if (has_low_rank) EP_TRY(ep_check_low_rank(g->low_a, g->low_b, &p, where, g->a->device, &low_rank));
+    if (g->row_tag) EP_TRY(read_own_columns(g, &p, &own));
     const int64_t L = p.num_experts, M = p.num_rows, N = p.n, K = p.k, out_cols = ep_gemm_out_cols(&p);
     const bool is_forward = g->kind == EP_GEMM_FORWARD, is_wgrad = g->kind == EP_GEMM_WGRAD;
     const uint32_t dtype = g->a_scale ? EP_U8 : g->a->dtype;
@@ -206,6 +224,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"zeros of the weights", g->b_zero, false},
         {"rows of low rank", g->low_a, false},
         {"weights of low rank", g->low_b, false},
+        {"adapters of rows", g->row_tag, false},
     };
     EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
     p.a = g->a->data;
@@ -222,7 +241,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     if (g->saved) p.saved = g->saved->data;
     p.saves = g->saved != NULL;
     return backend->gemm(g->a->device, &p, g->a_scale ? &scales : NULL, has_four_bits(g) ? &four_bit : NULL,
-                         has_low_rank ? &low_rank : NULL, stream);
+                         has_low_rank ? &low_rank : NULL, g->row_tag ? &own : NULL, stream);
 }
 
 int ep_gemm_has_counter(int device, void *stream, bool *has) {

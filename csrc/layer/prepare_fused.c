@@ -180,6 +180,11 @@ int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombi
     EP_TRY(check_has_fused(l));
     EP_TRY(ep_layer_check_combine(l, &last, &p->combine));
     EP_TRY(check_product(l, &product, &p->gemm, s));
+    if ((a->low_a || a->low_b) && a->a_scale)
+        return ep_error(EP_EINVAL, "a product of low rank: needs weights of 16 bits");
+    if (a->low_a || a->low_b)
+        EP_TRY(ep_check_low_rank(a->low_a, a->low_b, &p->gemm, ep_heap_kind(l->heap), ep_heap_device(l->heap),
+                                 &p->low));
     if (a->row_scalar && a->kind != EP_GEMM_DGRAD && !a->a_scale)
         return ep_error(EP_EINVAL, "row_scalar: must be absent, because in 16 bits only kind dgrad returns "
                                    "scalars");

@@ -111,6 +111,19 @@ typedef struct {
     EpGemmScales scales;
 } EpGemmFp8Params;
 
+/* A mixture of adapters: a product of rows with the first factors of all adapters, without an activation. It
+ * has of_adapter columns for each of them, a multiple of 8. A row keeps those of its own adapter, whose
+ * number is its tag, and gets zeros in the others. A row with another number keeps none. */
+typedef struct {
+    const int32_t *row_tag; /* [M]; NULL: every row keeps all columns */
+    uint32_t of_adapter;
+} EpOwnColumns;
+/* The first of a row's own columns, or num_cols if it has none. */
+EP_FN uint32_t ep_first_own_column(const EpOwnColumns *own, uint64_t row, uint32_t num_cols) {
+    const int32_t tag = own->row_tag[row];
+    const uint64_t first = (uint64_t)(uint32_t)tag * own->of_adapter;
+    return tag < 0 || first >= num_cols ? num_cols : (uint32_t)first;
+}
 /* A product of low rank, which FORWARD and DGRAD add to their sums before anything is rounded. Its b has the
  * place of the weights, and r that of the contraction:
  *   FORWARD  out[r] = act(.. + a[r] * b[e(r)]^T)   a [M][R], b [L][N][R]
@@ -123,17 +136,11 @@ typedef struct {
     EpGemmParams gemm;
     EpLowRank low;
 } EpGemmLowRankParams;
-/* A mixture of adapters: the product of rows with the first factors of all adapters. It has of_adapter
- * columns for each of them, a multiple of 8. A row keeps those of its own adapter, whose number is its tag,
- * and gets zeros in the others. A row with another number keeps none. Rows from *end on stay as they are. */
+/* A GEMM with few columns, for which Hopper has kernels of its own. */
 typedef struct {
-    uint16_t *rows; /* [num_rows][num_columns] of 16 bits */
-    const int32_t *row_tag, *end;
-    uint32_t num_rows, num_columns, of_adapter;
-} EpOwnColumnsParams;
-EP_FN bool ep_is_own_column(const EpOwnColumnsParams *p, uint64_t row, uint32_t column) {
-    return p->row_tag[row] == (int32_t)(column / p->of_adapter);
-}
+    EpGemmParams gemm;
+    EpOwnColumns own;
+} EpGemmNarrowParams;
 
 /* The product of low rank by itself: its operands have these parameters' places. */
 EP_PURE EpGemmParams ep_gemm_low_rank(const EpGemmParams *p, const EpLowRank *low) {

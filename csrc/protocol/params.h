@@ -123,6 +123,7 @@ typedef struct {
     uint32_t num_reduce_blocks;
     /* No row is returned before all rows are ready. */
     uint32_t is_serial;
+    EpLowRank low; /* what is added to the product; an a of NULL: nothing */
 } EpGemmCombineParams;
 
 /* e4m3 rows, with a scale for each 128 numbers: the largest magnitude / 448, or the next power of two. UE8M0:

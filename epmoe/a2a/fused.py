@@ -581,8 +581,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             a, gemm_weight = a.view(torch.uint8), gemm_weight.view(torch.uint8)
             gemm_scale = aligned(gemm_scale)
         _C.layer_gemm_combine(self._c, buffer, (
-            a, a_scale, gemm_weight, gemm_scale, bias, rows, row_weight, row_scalar, plan, recv, out,
-            out_scalar, with_grad, FORWARD))
+            a, a_scale, gemm_weight, gemm_scale, bias, None, None, rows, row_weight, row_scalar, plan, recv,
+            out, out_scalar, with_grad, FORWARD))
         return out, rows, out_scalar
 
     # ---- without token saving, every choice is a token of its own (_copies > 1) ----

@@ -294,8 +294,9 @@ def check_numbers(layer: EPAll2AllLayer, names: tuple[str, ...], numbers: Any, x
     if requires_grad(x, topk_weights):
         raise RuntimeError("adapters: a mixture of adapters has no gradients: call it under torch.no_grad(), "
                            "or train with set_adapter and one name")
-    # Another number means none, also one that int32 does not have.
-    return numbers.flatten().clamp(-1, len(names)).to(torch.int32)
+    # Another number than those of the list means none, also one that int32 does not have.
+    numbers = numbers.flatten()
+    return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, len(names)).to(torch.int32)
 
 
 @torch.no_grad()  # also where a program has let all parameters require gradients

@@ -86,6 +86,26 @@ static float __shfl_xor_sync(uint32_t, float v, int mask) {
     return ep_shuffle(v, threadIdx.x % 32 ^ (uint32_t)mask);
 }
 static uint32_t __shfl_sync(uint32_t, uint32_t v, uint32_t lane) { return ep_shuffle(v, lane); }
+static uint32_t __shfl_up_sync(uint32_t, uint32_t v, uint32_t d) {
+    const uint32_t lane = threadIdx.x % 32;
+    return ep_shuffle(v, lane < d ? lane : lane - d);
+}
+static uint32_t __ballot_sync(uint32_t, int v) {
+    static uint32_t lanes[2][12][32];
+    uint32_t(&warp)[32] = lanes[ep_rank][threadIdx.x / 32];
+    uint32_t bits = 0;
+    __atomic_store_n(&warp[threadIdx.x % 32], v != 0, __ATOMIC_RELAXED);
+    ep_aligned();
+    for (uint32_t i = 0; i < 32; i++) bits |= __atomic_load_n(&warp[i], __ATOMIC_RELAXED) << i;
+    ep_aligned();
+    return bits;
+}
+static uint32_t __reduce_or_sync(uint32_t, uint32_t v) {
+    for (uint32_t i = 1; i < 32; i *= 2) v |= ep_shuffle(v, threadIdx.x % 32 ^ i);
+    return v;
+}
+static int __ffs(int v) { return __builtin_ffs(v); }
+static int __clz(int v) { return v ? __builtin_clz((unsigned)v) : 32; }
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
 EP_PTX void ep_bar_arrive(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num, false); }
 EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }

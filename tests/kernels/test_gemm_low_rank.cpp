@@ -50,7 +50,7 @@ template <typename C> static void run(const Problem &q, uint32_t pairs) {
     for (uint32_t first = 0; first < gridDim.x; first += 2)
         run_cluster(first, 0, 0, [&] {
             EpGemmNoHooks none;
-            ep_gemm_body<C>(p, none, &a, &b, &low_a, &low_b);
+            ep_gemm_body<C>(p, none, &a, &b, &low_a, &low_b, q.p.low.r);
         });
 }
 
@@ -173,6 +173,7 @@ static bool run_all(void) {
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, false, small_m)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS, true, small_m_wide)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_GELU, false, small_m)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, true, narrow)
 #endif
     return ok;
 }

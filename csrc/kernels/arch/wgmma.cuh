@@ -76,12 +76,14 @@ template <bool F16> EP_PTX void ep_mma(float *d, const uint32_t *a, const uint32
 /* d[64][N] = a * b, plus d if `add`, for one warpgroup. TRANS: the operand is MN-major. */
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
                                                                           uint64_t b, uint32_t add) {
-    static_assert(N <= 32 ? N % 8 == 0 : N == 128 || N == 192 || N == 256, "an N that a kernel has");
+    static_assert(N <= 32 ? N % 8 == 0 : N == 64 || N == 128 || N == 192 || N == 256,
+                  "an N that a kernel has");
 #define EP_WGMMA_N(TYPE)                                                                                 \
     if constexpr (N == 8) EP_WGMMA("8", TYPE, EP_R4, "4", "5", "6", "7", "8", EP_D4(0));                 \
     if constexpr (N == 16) EP_WGMMA("16", TYPE, EP_R8, "8", "9", "10", "11", "12", EP_D8(0));            \
     if constexpr (N == 24) EP_WGMMA("24", TYPE, EP_R12, "12", "13", "14", "15", "16", EP_D12(0));        \
     if constexpr (N == 32) EP_WGMMA("32", TYPE, EP_R16, "16", "17", "18", "19", "20", EP_D16(0));        \
+    if constexpr (N == 64) EP_WGMMA("64", TYPE, EP_R32, "32", "33", "34", "35", "36", EP_D32(0));        \
     if constexpr (N == 128)                                                                              \
         EP_WGMMA("128", TYPE, EP_R64, "64", "65", "66", "67", "68", EP_D32(0), EP_D32(32));              \
     if constexpr (N == 192)                                                                              \

@@ -57,7 +57,9 @@ EP_FN void reset_ready(const EpComm *c, const int32_t *plan, EpLeft left) {
 /* The body of every megakernel: the ranks agree on the operation, the CTA multiplies and communicates, and
  * the last CTA out cleans up. H has what differs between operations. */
 template <typename C, typename H>
-EP_FN void mega_body(const typename H::Params &p, const CUtensorMap *map_a, const CUtensorMap *map_b) {
+EP_FN void mega_body(const typename H::Params &p, const CUtensorMap *map_a, const CUtensorMap *map_b,
+                     const CUtensorMap *low_a = nullptr, const CUtensorMap *low_b = nullptr,
+                     uint32_t low_r = 0) {
     const auto &stage = H::stage(p);
     ep_trace_start(&stage.comm);
     const uint64_t epoch = ep_begin(&stage.comm), begin = ep_trace_now(&stage.comm);
@@ -69,7 +71,7 @@ EP_FN void mega_body(const typename H::Params &p, const CUtensorMap *map_a, cons
         H::save_verdict(ok);
     }
     __syncthreads();
-    if (epoch) ep_gemm_body<C>(&p.gemm, hooks, map_a, map_b);
+    if (epoch) ep_gemm_body<C>(&p.gemm, hooks, map_a, map_b, low_a, low_b, low_r);
     const EpLeft left = ep_cta_leave(&stage.comm, EpSharedEpoch());
     reset_ready(&stage.comm, stage.plan, left);
     if (left == EP_LEFT_LAST_FAILED) H::poison(p);
@@ -94,6 +96,20 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES,
                   "after_last_tile has room");
     mega_body<C, EpCombineHooks<C::F16 ? EP_F16 : EP_BF16, C::KIND == EP_GEMM_DGRAD>>(p, &map_a, &map_b);
+#endif
+}
+
+/* The same with a product of low rank, for the adapters of LoRA. */
+template <typename C>
+__global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
+    mega_kernel_moe_grouped_gemm_combine_token_low_rank(const __grid_constant__ EpGemmCombineParams p,
+                                                        const __grid_constant__ CUtensorMap map_a,
+                                                        const __grid_constant__ CUtensorMap map_b,
+                                                        const __grid_constant__ CUtensorMap low_a,
+                                                        const __grid_constant__ CUtensorMap low_b) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    mega_body<C, EpCombineHooks<C::F16 ? EP_F16 : EP_BF16, C::KIND == EP_GEMM_DGRAD>>(
+        p, &map_a, &map_b, &low_a, &low_b, p.low.r);
 #endif
 }
 
@@ -158,9 +174,8 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 /* One row of the table (cluster_launch.h). op: EP_OP_WORD. Dynamic shared memory of a CTA: the GEMM's part,
  * and a part for each communication warp: three, or two where one loads scales. Static shared memory uses at
  * most 1024 bytes more. */
-template <typename C, typename P>
-static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUtensorMap), uint32_t tile_cols,
-                                uint32_t activation) {
+template <typename C, typename... P>
+static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P...), uint32_t tile_cols, uint32_t activation) {
     constexpr uint32_t COMM_BYTES =
         C::WARP_PRODUCES ? 3 * EpCombineFp8Fifo::BYTES : (C::SCALE_WARP ? 2 : 3) * EpFusedFifo::BYTES;
     constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + COMM_BYTES;
@@ -174,6 +189,13 @@ static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUte
     mega_row<EpGemmSaveConfig<256, ACT, F16>>(                                                             \
         EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmSaveConfig<256, ACT, F16>>, \
         256, ACT),
+
+#define EP_MEGA_LOW_RANK_ROW(KIND, F16)                         \
+    mega_row<EpGemmLowRankConfig<KIND, 256, EP_ACT_NONE, F16>>( \
+        EP_OP_GEMM_COMBINE,                                     \
+        mega_kernel_moe_grouped_gemm_combine_token_low_rank<    \
+            EpGemmLowRankConfig<KIND, 256, EP_ACT_NONE, F16>>,  \
+        256, EP_ACT_NONE),
 
 #define EP_MEGA_FP8_ROW(ACT, F16)            \
     mega_row<EpGemmMegaFp8Config<ACT, F16>>( \

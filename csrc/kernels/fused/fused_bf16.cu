@@ -8,3 +8,6 @@ EpClusterKernel ep_mega_kernels_bf16[] = {EP_MEGA_VARIANTS(EP_ROW)
 
 #define EP_SAVE_ROW(ACT) EP_MEGA_SAVE_ROW(ACT, false)
 EpClusterKernel ep_mega_save_kernels_bf16[] = {EP_MEGA_SAVE_VARIANTS(EP_SAVE_ROW){}};
+
+EpClusterKernel ep_mega_low_rank_kernels_bf16[] = {EP_MEGA_LOW_RANK_ROW(EP_GEMM_FORWARD, false)
+                                                       EP_MEGA_LOW_RANK_ROW(EP_GEMM_DGRAD, false){}};

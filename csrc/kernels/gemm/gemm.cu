@@ -12,6 +12,8 @@
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
 extern EpClusterKernel ep_gemm_save_kernels_bf16[], ep_gemm_save_kernels_f16[];
 extern EpClusterKernel ep_gemm_low_rank_kernels_bf16[], ep_gemm_low_rank_kernels_f16[];
+extern EpClusterKernel ep_gemm_narrow_kernels_bf16[], ep_gemm_narrow_kernels_f16[];
+extern EpClusterKernel ep_gemm_narrow_few_kernels_bf16[], ep_gemm_narrow_few_kernels_f16[];
 extern EpClusterKernel ep_gemm_kernels_fp8_bf16[], ep_gemm_kernels_fp8_f16[];
 extern EpClusterKernel ep_gemm_kernels_one_scale_bf16[], ep_gemm_kernels_one_scale_f16[];
 extern EpClusterKernel ep_gemm_kernels_accumulate_bf16[], ep_gemm_kernels_accumulate_f16[];
@@ -37,6 +39,25 @@ static int launch_portable(const EpGemmParams *p, uint32_t num_blocks, cudaStrea
     EP_ACT_KERNELS(EP_CASE)
 #undef EP_CASE
     return (int)cudaErrorInvalidValue;
+}
+
+/* A thread has eight columns, which belong to one adapter. */
+static __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
+    own_columns_kernel(const __grid_constant__ EpGemmNarrowParams p) {
+    const uint32_t num_cols = ep_gemm_num_cols(&p.gemm);
+    const uint64_t i = (uint64_t)blockIdx.x * EP_SIMPLE_THREADS + threadIdx.x, row = i / (num_cols / 8);
+    const uint32_t col = (uint32_t)(i % (num_cols / 8)) * 8;
+    if (row < p.gemm.num_rows && row < ep_gemm_clamp_row(&p.gemm, p.gemm.offsets[p.gemm.num_experts]) &&
+        col - ep_first_own_column(&p.own, row, num_cols) >= p.own.of_adapter)
+        *(uint4 *)((uint16_t *)p.gemm.out + row * num_cols + col) = make_uint4(0, 0, 0, 0);
+}
+/* After the portable kernel: of each row keep the columns of its own adapter. */
+static int launch_own_columns(const EpGemmParams *p, const EpOwnColumns *own, cudaStream_t stream) {
+    const EpGemmNarrowParams q = {*p, *own};
+    const uint64_t num = (uint64_t)p->num_rows * (ep_gemm_num_cols(p) / 8);
+    own_columns_kernel<<<(uint32_t)((num + EP_SIMPLE_THREADS - 1) / EP_SIMPLE_THREADS), EP_SIMPLE_THREADS, 0,
+                         stream>>>(q);
+    return (int)cudaGetLastError();
 }
 
 template <bool F16>
@@ -88,6 +109,39 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
     EpGemmParams q = *p;
     q.limit_ns = EP_GEMM_MIN_LIMIT_NS;
     const EpClusterLaunch l = {num_sms / 2 * 2, false, &q, ep_map_a(p, tile_cols), ep_map_b(p, tile_cols)};
+    return ep_launch_clusters(k, &l, stream);
+}
+
+static int launch_narrow(const EpGemmParams *p, const EpOwnColumns *own, const EpCapabilities *c,
+                         void *stream) {
+    const uint32_t tile_cols = ep_gemm_narrow_cols(p, own);
+    const bool is_few = ep_gemm_is_small_m(p);
+    EpClusterKernel *table =
+        is_few      ? p->is_f16 ? ep_gemm_narrow_few_kernels_f16 : ep_gemm_narrow_few_kernels_bf16
+        : p->is_f16 ? ep_gemm_narrow_kernels_f16
+                    : ep_gemm_narrow_kernels_bf16;
+    EpClusterKernel *k = ep_find_kernel(table, 0, p, tile_cols);
+    uint32_t max_ctas;
+    if (!k) return (int)cudaErrorInvalidValue;
+    const int e = ep_load_kernel(k, &max_ctas);
+    if (e) return e;
+    EpGemmNarrowParams q = {*p, own ? *own : (EpOwnColumns){NULL, 0}};
+    q.gemm.limit_ns = EP_GEMM_MIN_LIMIT_NS;
+    /* max_ctas: ranks that share the GPU may each have fewer */
+    const uint64_t M = p->num_rows, most_blocks = M / 64 + p->num_experts;
+    const uint64_t most_tiles = M < most_blocks ? M : most_blocks;
+    const EpTensorMap rows = ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n, is_few ? 16 : 64);
+    const EpTensorMap columns = ep_map_b(p, 2 * tile_cols);
+    EpTensorMap group = columns;
+    if (own) group.box[1] = 16;
+    EpClusterLaunch l = {most_tiles < max_ctas ? (uint32_t)(most_tiles + 1) / 2 * 2 : max_ctas,
+                         false,
+                         &q,
+                         rows,
+                         columns,
+                         group,
+                         group};
+    l.needs_whole_sms = c->is_shared && k->smem_bytes <= EP_HALF_SM_SMEM_BYTES; /* as in launch_hopper_w4 */
     return ep_launch_clusters(k, &l, stream);
 }
 
@@ -194,7 +248,7 @@ static int launch_fp8(const EpGemmFp8Params *p, const EpCapabilities *c, void *s
 }
 
 extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                              const EpLowRank *low_rank, void *stream) {
+                              const EpLowRank *low_rank, const EpOwnColumns *own, void *stream) {
     EpCapabilities c;
     const int e = ep_capabilities(&c);
     if (e) return e;
@@ -213,7 +267,10 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales,
     const bool must_write = p->kind == EP_GEMM_WGRAD && !p->accumulates; /* zeros, without rows */
     if ((p->num_rows == 0 && !must_write) || p->num_experts == 0) return 0;
     /* A tensor map cannot have a dimension of 0. */
-    if (c.has_hopper && p->num_rows > 0 && !p->is_portable) return launch_hopper(p, c.num_sms, stream);
-    return (p->is_f16 ? launch_portable<true> : launch_portable<false>)(p, 4 * c.num_sms,
-                                                                        (cudaStream_t)stream);
+    if (c.has_hopper && p->num_rows > 0 && !p->is_portable)
+        return ep_gemm_narrow_cols(p, own) ? launch_narrow(p, own, &c, stream)
+                                           : launch_hopper(p, c.num_sms, stream);
+    const int failed =
+        (p->is_f16 ? launch_portable<true> : launch_portable<false>)(p, 4 * c.num_sms, (cudaStream_t)stream);
+    return failed || !own ? failed : launch_own_columns(p, own, (cudaStream_t)stream);
 }

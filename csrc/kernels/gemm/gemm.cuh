@@ -88,6 +88,41 @@ EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint3
     ep_tma_load_2d<BOTH>(smem, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
 }
 
+template <typename C, bool BOTH> EP_PTX void ep_gemm_load_low_cols(uint32_t to, const CUtensorMap *map,
+                                                                   uint32_t bar, int32_t at, int32_t col,
+                                                                   int32_t expert) {
+    if (C::GATED) ep_tma_load_5d<BOTH>(to, map, bar, at, 0, 0, col / 16, expert);
+    else ep_tma_load_3d<BOTH>(to, map, bar, at, col, expert);
+}
+/* For small M, load a stage of the product of low rank. Of its boxes only those with some of the num_k values
+ * are loaded: the producer is one thread, and each box takes its time. */
+template <typename C>
+EP_PTX void ep_gemm_load_low_stage(const EpGemmTile *t, uint32_t k, uint32_t num_k, uint32_t smem,
+                                   uint32_t bar, uint32_t rank, const CUtensorMap *low_a,
+                                   const CUtensorMap *low_b) {
+    const uint32_t num_a = (t->num_rows + C::A_ROWS - 1) / C::A_ROWS;
+    const uint32_t num_boxes = min((uint32_t)C::K_BOXES, (num_k + C::BOX_K - 1) / C::BOX_K);
+    ep_mbar_arrive_expect(bar, (num_a * C::A_ROWS * 128 + C::B_SLAB) * num_boxes);
+#pragma unroll
+    for (uint32_t kk = 0; kk < C::K_BOXES; kk++) {
+        if (kk >= num_boxes) continue;
+#pragma unroll
+        for (uint32_t i = 0; i < C::BM / C::A_ROWS; i++) {
+            if (i < num_a && !t->shares_rows)
+                ep_gemm_load_rows<C, false>(t, (int32_t)k, i, kk, smem, bar, low_a);
+            else if (i < num_a && (i + kk) % 2 == rank)
+                ep_gemm_load_rows<C, true>(t, (int32_t)k, i, kk, smem, bar, low_a);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < 2; i++) {
+            const int32_t at = (int32_t)(k + kk * C::BOX_K), col = (int32_t)(t->col0 + i * (C::BN / 2));
+            const uint32_t to = smem + C::A_BYTES + i * C::BN * EP_GEMM_BK + kk * C::B_SLAB;
+            if (t->shares_rows) ep_gemm_load_low_cols<C, false>(to, low_b, bar, at, col, (int32_t)t->expert);
+            else if (i == rank) ep_gemm_load_low_cols<C, true>(to, low_b, bar, at, col, (int32_t)t->expert);
+        }
+    }
+}
+
 /* Load a stage. The operand that both CTAs need consists of parts, which the two CTAs load alternately,
  * for both. w4 and slot: of weights of 4 bits, their parameters and the stage's slot for scales. */
 template <typename C>
@@ -132,7 +167,7 @@ EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, u
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s,
                                   const CUtensorMap *map_a, const CUtensorMap *map_b,
-                                  const CUtensorMap *low_a, const CUtensorMap *low_b) {
+                                  const CUtensorMap *low_a, const CUtensorMap *low_b, uint32_t low_r) {
     const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
     uint32_t num_done = 0, drawn = 0xffffffffu;
     EpGemmTileScheduler sched = {0};
@@ -148,7 +183,7 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
         /* only now, because await_rows may need the number of rows of the whole expert */
         t.num_rows = min(t.num_rows, (uint32_t)C::BM);
         const uint32_t low_from = (t.num_k + C::BK - 1) / C::BK * C::BK; /* TMA fills up with zeros */
-        if constexpr (C::LOW_RANK) t.num_k = low_from + ((const EpGemmLowRankParams *)p)->low.r;
+        if constexpr (C::LOW_RANK) t.num_k = low_from + low_r;
         EpGemmScaleCursor scales = {};
         if constexpr (C::WARP_PRODUCES) {
             __syncwarp(); /* what lane 0 has acquired is now readable by all lanes */
@@ -163,6 +198,10 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
                 if constexpr (C::SCALE_WARP) ep_mbar_arrive(ep_gemm_info_ready<C>(s, ring.stage));
                 const bool is_low = C::LOW_RANK && k >= low_from;
                 if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
+                else if (C::SMALL_M && is_low)
+                    ep_gemm_load_low_stage<C>(&t, k - low_from, t.num_k - k,
+                                              s->stages + ring.stage * C::STAGE_BYTES,
+                                              s->full + 8 * ring.stage, rank, low_a, low_b);
                 else
                     ep_gemm_load_stage<C>(&t, is_low ? k - low_from : k,
                                           s->stages + ring.stage * C::STAGE_BYTES, s->full + 8 * ring.stage,
@@ -333,11 +372,11 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
     hooks.after_last_tile(s->stages);
 }
 
-/* low_a, low_b: with LOW_RANK the operands of the product of low rank. */
+/* low_a, low_b, low_r: with LOW_RANK the operands of the product of low rank, and its r. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap *map_a,
                          const CUtensorMap *map_b, const CUtensorMap *low_a = nullptr,
-                         const CUtensorMap *low_b = nullptr) {
+                         const CUtensorMap *low_b = nullptr, uint32_t low_r = 0) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const EpGemmShared s = ep_gemm_shared<C>(ep_smem(smem_bytes));
     if (threadIdx.x == 0) {
@@ -360,7 +399,7 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
         ep_setmaxnreg_dec<Hooks::PRODUCER_REGS>();
         if (threadIdx.x >= 32) hooks.comm(s.end);
         else if (C::WARP_PRODUCES || threadIdx.x == 0)
-            ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b, low_a, low_b);
+            ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b, low_a, low_b, low_r);
         if constexpr (C::SCALE_WARP)
             if (threadIdx.x / 32 == 1) ep_gemm_load_scales<C>(p, hooks, &s);
         __syncwarp();

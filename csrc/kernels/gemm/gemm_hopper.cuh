@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                          const __grid_constant__ CUtensorMap low_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     EpGemmNoHooks none;
-    ep_gemm_body<C>(&p.gemm, none, &map_a, &map_b, &low_a, &low_b);
+    ep_gemm_body<C>(&p.gemm, none, &map_a, &map_b, &low_a, &low_b, p.low.r);
 #endif
 }
 
