@@ -4,7 +4,8 @@ Objects are capsules.  A stream is a CUDA stream as an integer, or 0 on the CPU.
 epmoe.errors.  csrc/epmoe.h says what each call does, and which calls are collective.
 """
 
-from typing import Any, Final, NamedTuple, NewType
+from collections.abc import Iterable
+from typing import Any, Final, NewType
 
 from torch import Tensor
 
@@ -13,31 +14,14 @@ _Heap = NewType("_Heap", object)
 _Layer = NewType("_Layer", object)
 _DLPackCapsule = NewType("_DLPackCapsule", object)
 
-# The configuration of a layer: EP_CONFIG_FIELDS of csrc/epmoe.h.
-class _Config(NamedTuple):
-    ranks: int
-    num_experts: int
-    topk: int
-    max_tokens: int
-    hidden: int
-    dtype: int
-    combine_mode: int
-    expert_alignment: int
-    expert_capacity: int
-    capacity: int
-    num_buffers: int
-    num_sm: int
-    reserve_sms: int
-    host_counts: int
-    spare_buffers: int
-    fused: int = 0
-    num_move: int = 0
-    num_tail_sms: int = 0
-    num_reduce_sms: int = 0
-    waits_for_expert: int = 0
-    is_serial: int = 0
-    token_sorting: int = 0
-    num_copies: int = 0
+# The configuration of a layer.  EP_CONFIG_FIELDS of csrc/epmoe.h names its fields.
+class _Config(tuple[int, ...]):
+    _fields: tuple[str, ...]
+    @classmethod
+    def _make(cls, numbers: Iterable[int]) -> _Config: ...
+    def __new__(cls, **fields: int) -> _Config: ...
+    def __getattr__(self, field: str) -> int: ...
+    def _replace(self, **fields: int) -> _Config: ...
 
 CONFIG_FIELDS: Final[tuple[str, ...]]
 SPANS: Final[tuple[str, ...]]  # the names of EpSpan from number 1 on
@@ -164,223 +148,23 @@ def layer_fuses(
 def layer_close(layer: _Layer, /) -> None: ...
 def ll_handle_words(config: _Config, /) -> tuple[int, int]: ...  # length, offset of the expert offsets
 def plan_layout(config: _Config, num_tokens: int, /) -> dict[str, int]: ...
-# The arguments of an operation are one tuple, in the order of csrc/protocol/ops.h, which also gives shapes.
-# Callers pass plain tuples: a named one takes the host longer to make.
-_Tuple = tuple[Any, ...]
-
-class _Plan(NamedTuple):
-    indices: Tensor
-    scatter: Tensor | None
-    plan: Tensor
-    balance_key: int
-
-class _Dispatch(NamedTuple):
-    x: Tensor
-    x_scale: Tensor | None
-    weight: Tensor | None
-    plan: Tensor
-    rows: Tensor
-    row_scale: Tensor | None
-    row_weight: Tensor | None
-    recv: Tensor
-    tag: Tensor | None
-    row_tag: Tensor | None
-    requires_grad: int
-    awaits_rows: int
-
-class _Combine(NamedTuple):
-    rows: Tensor
-    row_weight: Tensor | None
-    row_scalar: Tensor | None
-    bias_0: Tensor | None
-    bias_1: Tensor | None
-    plan: Tensor
-    recv: Tensor
-    out: Tensor
-    out_scalar: Tensor | None
-    requires_grad: int
-    by_choice: int
-
-class _DispatchGemm(NamedTuple):
-    x: Tensor
-    x_scale: Tensor | None
-    weight: Tensor | None
-    plan: Tensor
-    rows: Tensor
-    row_scale: Tensor | None
-    row_weight: Tensor | None
-    recv: Tensor
-    gemm_weight: Tensor
-    gemm_scale: Tensor | None
-    bias: Tensor | None
-    out: Tensor
-    saved: Tensor | None
-    activation: int
-    alpha: float
-    limit: float
-    requires_grad: int
-    kind: int
-    awaits_rows: int
-
-class _GemmCombine(NamedTuple):
-    a: Tensor
-    a_scale: Tensor | None
-    gemm_weight: Tensor
-    gemm_scale: Tensor | None
-    bias: Tensor | None
-    rows: Tensor
-    row_weight: Tensor | None
-    row_scalar: Tensor | None
-    plan: Tensor
-    recv: Tensor
-    out: Tensor
-    out_scalar: Tensor | None
-    requires_grad: int
-    kind: int
-
-class _LlDispatch(NamedTuple):
-    x: Tensor
-    indices: Tensor
-    weight: Tensor | None
-    handle: Tensor
-    rows: Tensor
-    scales: Tensor | None
-    counts: Tensor
-    tag: Tensor | None
-    row_tag: Tensor | None
-    is_masked: int
-    fp8: int
-    parts: int
-
-class _LlCombine(NamedTuple):
-    rows: Tensor
-    handle: Tensor
-    out: Tensor
-    is_masked: int
-    fp8: int
-    parts: int
-
-class _Experts(NamedTuple):
-    x: Tensor
-    indices: Tensor | None
-    weight: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    gate_up_scale: Tensor | None
-    gate_up_zero: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    down_scale: Tensor | None
-    down_zero: Tensor | None
-    plan: Tensor
-    moved: Tensor | None
-    recv: Tensor
-    rows: Tensor
-    row_weight: Tensor
-    h: Tensor | None
-    a: Tensor
-    out_rows: Tensor
-    out: Tensor
-    gate_up_low_in: Tensor | None
-    gate_up_low_out: Tensor | None
-    gate_up_low_rows: Tensor | None
-    down_low_in: Tensor | None
-    down_low_out: Tensor | None
-    down_low_rows: Tensor | None
-    tag: Tensor | None
-    row_tag: Tensor | None
-    adapter_columns: int
-    activation: int
-    alpha: float
-    limit: float
-    requires_grad: int
-    helper_slots: int
-    min_helped_rows: int
-    balance_key: int
-    is_planned: int
-    awaits_rows: int
-
-class _ExpertsDown(NamedTuple):
-    dy: Tensor
-    down: Tensor
-    plan: Tensor
-    h: Tensor
-    row_weight: Tensor
-    recv: Tensor
-    g: Tensor
-    weighted: Tensor
-    d_h: Tensor
-    dots: Tensor
-    down_low_in: Tensor | None
-    down_low_out: Tensor | None
-    down_low_rows: Tensor | None
-    activation: int
-    alpha: float
-    limit: float
-
-class _ExpertsUp(NamedTuple):
-    d_h: Tensor
-    gate_up: Tensor
-    dots: Tensor
-    plan: Tensor
-    recv: Tensor
-    rows: Tensor
-    g: Tensor
-    weighted: Tensor
-    d_down: Tensor | None
-    out_rows: Tensor
-    dx: Tensor
-    d_weight: Tensor
-    d_gate_up: Tensor | None
-    gate_up_low_in: Tensor | None
-    gate_up_low_out: Tensor | None
-    gate_up_low_rows: Tensor | None
-
-class _LlExperts(NamedTuple):
-    x: Tensor
-    indices: Tensor
-    weight: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    gate_up_scale: Tensor | None
-    gate_up_zero: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    down_scale: Tensor | None
-    down_zero: Tensor | None
-    handle: Tensor
-    rows: Tensor
-    counts: Tensor
-    a: Tensor
-    out_rows: Tensor
-    out: Tensor
-    gate_up_low_in: Tensor | None
-    gate_up_low_out: Tensor | None
-    gate_up_low_rows: Tensor | None
-    down_low_in: Tensor | None
-    down_low_out: Tensor | None
-    down_low_rows: Tensor | None
-    tag: Tensor | None
-    row_tag: Tensor | None
-    adapter_columns: int
-    activation: int
-    alpha: float
-    limit: float
+# The arguments of an operation are one tuple, as csrc/protocol/ops.h lists them: names, kinds and shapes.
+_Arguments = tuple[Any, ...]
 
 # What an operation did: the rows of the plan that it awaited, whether it was launched, its fused operations.
 _Ran = tuple[int, bool, int]
 
-def layer_plan(layer: _Layer, buffer: int, arguments: _Plan | _Tuple, /) -> _Ran: ...
-def layer_dispatch(layer: _Layer, buffer: int, arguments: _Dispatch | _Tuple, /) -> _Ran: ...
-def layer_combine(layer: _Layer, buffer: int, arguments: _Combine | _Tuple, /) -> _Ran: ...
-def layer_dispatch_gemm(layer: _Layer, buffer: int, arguments: _DispatchGemm | _Tuple, /) -> _Ran: ...
-def layer_gemm_combine(layer: _Layer, buffer: int, arguments: _GemmCombine | _Tuple, /) -> _Ran: ...
-def layer_ll_dispatch(layer: _Layer, buffer: int, arguments: _LlDispatch | _Tuple, /) -> _Ran: ...
-def layer_ll_combine(layer: _Layer, buffer: int, arguments: _LlCombine | _Tuple, /) -> _Ran: ...
-def layer_experts(layer: _Layer, buffer: int, arguments: _Experts | _Tuple, /) -> _Ran: ...
-def layer_experts_down(layer: _Layer, buffer: int, arguments: _ExpertsDown | _Tuple, /) -> _Ran: ...
-def layer_experts_up(layer: _Layer, buffer: int, arguments: _ExpertsUp | _Tuple, /) -> _Ran: ...
-def layer_ll_experts(layer: _Layer, buffer: int, arguments: _LlExperts | _Tuple, /) -> _Ran: ...
+def layer_plan(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_dispatch(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_combine(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_dispatch_gemm(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_gemm_combine(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_ll_dispatch(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_ll_combine(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_experts(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_experts_down(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_experts_up(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
+def layer_ll_experts(layer: _Layer, buffer: int, arguments: _Arguments, /) -> _Ran: ...
 def layer_num_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> int: ...
 def layer_expert_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> list[int]: ...
 def layer_waited(layer: _Layer, /) -> list[int]: ...

@@ -214,8 +214,8 @@ SIGNATURES = {
                            " recv tensor weight weight? out no small seconds seconds zero zero small",
     "layer_gemm_combine": "L small | rows no tensor no weight? rows? tensor? out row_weight? row_weight? plan"
                           " recv out out_scalar? small small"
-                          " or L small | fp8_rows fp8_row_scale tensor weight weight? no no out row_weight? no"
-                          " plan recv out no zero zero",
+                          " or L small | fp8_rows fp8_row_scale tensor weight weight? no no out row_weight?"
+                          " no plan recv out no zero zero",
     "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan no recv rows"
                      " row_weight out? tensor tensor out tensor? tensor? rows? tensor? tensor? rows? tag?"
                      " row_tag? small small seconds seconds small small small small zero small",

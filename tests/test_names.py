@@ -1,6 +1,5 @@
 """Names that Python takes from the lists of the C headers: the fields of a configuration, and the spans."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -27,9 +26,8 @@ def valid_config():
 
 
 def test_names_of_a_configuration_are_those_of_the_header():
-    stub = {n.name: n for n in ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body if hasattr(n, "name")}
     listed = names_of("epmoe.h", "EP_CONFIG_FIELDS")
-    assert listed == Config._fields == tuple(a.target.id for a in stub["_Config"].body)
+    assert listed == Config._fields
     assert "ranks" in listed
 
 
