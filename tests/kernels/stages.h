@@ -168,7 +168,7 @@ struct Problem {
             k.y = (unsigned char *)shared(s.capacity * row_bytes);
             k.weight = (float *)shared(4 * T * K);
             k.scalar = (float *)shared(4ull * s.capacity);
-            if (r != 1) k.tag = (int32_t *)shared(4 * T);
+            k.tag = r == 1 ? NULL : (int32_t *)shared(4 * T); /* a rank may have none */
             for (uint64_t t = 0; t < T && k.tag; t++) k.tag[t] = (int32_t)(t / c->num_copies * 7919 + r) - 1;
             k.row_weight_in = (float *)shared(4ull * s.capacity);
             for (uint64_t i = 0; i < T * K * ROUNDS; i++)
