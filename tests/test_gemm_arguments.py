@@ -52,6 +52,20 @@ def test_gemm_clamps_offsets_to_the_rows(ranks):
 
 
 @pytest.mark.cuda_only
+def test_gemm_counts_its_tiles_whatever_the_offsets_are(ranks):
+    """The kernels draw tiles from a counter, which a launch must leave at 0 for the next one."""
+    x, weight, _, _, offsets = problem([3] * 60, 160, 64, torch.bfloat16, ranks.device, before=0, after=0)
+    want = epmoe.grouped_gemm(x, weight, offsets=offsets)
+    g = generator(4)
+    for most in (2**31 - 1, 200, 1000):
+        for _ in range(8):
+            wrong = torch.randint(-most, most, (61,), generator=g, dtype=torch.int32).to(ranks.device)
+            epmoe.grouped_gemm(x, weight, offsets=wrong)
+            epmoe.grouped_gemm(x, weight, offsets=wrong.sort().values)
+            assert torch.equal(epmoe.grouped_gemm(x, weight, offsets=offsets), want)
+
+
+@pytest.mark.cuda_only
 def test_gemm_rows_of_no_expert_are_not_written(ranks):
     x, weight, _, _, offsets = problem([130, 7], 64, 32, torch.bfloat16, ranks.device)
     for portable in kernels(ranks):

@@ -500,7 +500,7 @@ def test_lora_mixture_gives_each_token_its_adapter(ranks, case, size):
             none = torch.full((len(x),), -1, device=device)
             alone[None] = moe(x, idx, weight, adapters=none)
             numbers = torch.randint(-1, 4, (len(x),), generator=generator(world.rank)).to(device)
-            y = moe(x, idx, weight, adapters=numbers.int())
+            y = moe(x, idx, weight, adapters=torch.stack([numbers.int()] * 2, 1)[:, 0])  # with a stride
             shaped = moe(x[:, None], idx[:, None], weight[:, None], adapters=numbers[:, None])
             if moe.layer.low_latency is None:
                 moe.enable_decode(model.tokens)

@@ -317,7 +317,7 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
 
 static void keep_own_columns(const EpGemmParams *p, const EpOwnColumns *own) {
     const uint32_t num_cols = ep_gemm_num_cols(p), end = (uint32_t)p->offsets[p->num_experts];
-    for (uint64_t row = 0; row < p->num_rows && row < end; row++) {
+    for (uint64_t row = (uint32_t)p->offsets[0]; row < p->num_rows && row < end; row++) {
         const uint32_t first = ep_first_own_column(own, row, num_cols);
         for (uint32_t col = 0; col < num_cols; col++)
             if (col - first >= own->of_adapter) ((uint16_t *)p->out)[row * num_cols + col] = 0;

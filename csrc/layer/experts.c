@@ -385,7 +385,7 @@ static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
         code = multiply_with(
             c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->d_h, .b = a->gate_up, .out = a->out_rows},
             LOW_OF(a, gate_up));
-    EP_TRY(report(c, EP_OP_COMBINE, code));
+    EP_TRY(report(c, is_fused ? EP_OP_GEMM_COMBINE : EP_OP_COMBINE, code));
     EP_TRY(is_fused ? run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran) : run(c, EP_OP_COMBINE, &combine, ran));
     if (a->d_gate_up)
         code = multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->d_h, .b = a->rows, .out = a->d_gate_up});

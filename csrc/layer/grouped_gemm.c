@@ -149,11 +149,12 @@ int ep_check_low_rank(const EpTensor *low_a, const EpTensor *low_b, const EpGemm
 
 /* Check which columns the rows of a mixture keep. */
 static int read_own_columns(const EpGemm *g, const EpGemmParams *p, EpOwnColumns *own) {
-    if (g->kind != EP_GEMM_FORWARD || g->activation || g->bias || g->b_scale || g->low_a)
+    if (g->kind != EP_GEMM_FORWARD || g->activation || g->bias || g->row_weight || g->b_scale || g->low_a)
         return ep_error(EP_EINVAL, "adapters of rows: wanted a plain forward GEMM of 16 bits");
-    if (g->of_adapter == 0 || g->of_adapter % 8)
-        return ep_error(EP_EINVAL, "%u columns of each adapter: must be a positive multiple of 8",
-                        g->of_adapter);
+    if (g->of_adapter == 0 || g->of_adapter % 8 || g->of_adapter > p->n)
+        return ep_error(
+            EP_EINVAL, "%u columns of each adapter: must be a positive multiple of 8, at most all %u columns",
+            g->of_adapter, p->n);
     const EpWanted wanted = {"adapters of rows", g->row_tag, EP_I32, 1, {p->num_rows, -1, -1}};
     EP_TRY(ep_tensor_check(&wanted, g->a->kind, g->a->device, 4));
     own->row_tag = (const int32_t *)g->row_tag->data;

@@ -148,7 +148,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * a_scale, gemm_scale: both, and the operation is in FP8, or neither. In FP8, which is on CUDA and
  * EP_GEMM_FORWARD only: a and gemm_weight u8; a_scale f32 [>= M][K / 128], with any strides; gemm_scale f32
  * [L][H / 128][K / 128]; all sizes of scales rounded up. Rows return in the layer's dtype.
- * low_a, low_b: in 16 bits, a product of low rank that is added to the GEMM, [>= M][R] and [L][H][R], or
+ * low_a, low_b: in 16 bits, a product of low rank that is added to the GEMM, [rows of a][R] and [L][H][R], or
  * [L][R][H] for EP_GEMM_DGRAD (EpLowRank); or neither. */
 #define EP_ARGS_gemm_combine(X, S)     \
     X(S, TENSOR, a)                    \
@@ -224,7 +224,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * LoRA: beside the product of some rows with a weight of 16 bits, low_in multiplies the same rows, low_rows
  * gets the result, and its product with low_out is added (EpLowRank). gate_up_low_in [L][R][H],
  * gate_up_low_out [L][N][R] and gate_up_low_rows [>= M][R], or none of them; down_low_in [L][R][I],
- * down_low_out [L][H][R] and down_low_rows likewise. With gate_up_low, dispatch shares no launch.
+ * down_low_out [L][H][R] and down_low_rows likewise. With gate_up_low or tags, dispatch shares no launch.
  * A mixture of adapters: tag and row_tag are those of dispatch, both or neither. R has adapter_columns for
  * each adapter, a multiple of 8, and a row's tag is the number of its own one (EpOwnColumns). */
 #define EP_ARGS_experts(X, S)                \

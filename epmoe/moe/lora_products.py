@@ -295,7 +295,7 @@ def check_numbers(layer: EPAll2AllLayer, names: tuple[str, ...], numbers: Any, x
         raise RuntimeError("adapters: a mixture of adapters has no gradients: call it under torch.no_grad(), "
                            "or train with set_adapter and one name")
     # Another number than those of the list means none, also one that int32 does not have.
-    numbers = numbers.flatten()
+    numbers = numbers.flatten().contiguous()
     return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, len(names)).to(torch.int32)
 
 

@@ -317,8 +317,9 @@ static bool run_backward(void) {
     RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, even)
     return ok;
 }
-/* The scheduler finds the tiles of few rows, whatever tiles a pair of CTAs draws. Most experts have no rows,
- * one row block, or two. */
+/* The scheduler finds the tiles of few rows, whatever tiles a pair of CTAs draws, and after the last one it
+ * has counted them all. Most experts have no rows, one row block, or two. Offsets may be wrong, too: they
+ * fall, or go beyond the rows. */
 static bool find_tiles(void) {
     const uint32_t bm = 32, bn = 64, num_n = 3, num_experts = 1 + ep_random() % 60, empty = ep_random() % 8;
     std::vector<int32_t> sizes, offsets;
@@ -327,11 +328,15 @@ static bool find_tiles(void) {
         sizes.push_back(ep_random() % 8 < empty ? 0 : (int32_t)(ep_random() % (ep_random() % 6 ? 8 : 70)));
     place_experts(sizes, &offsets);
     const Case c = {bn * num_n, 64, 1, sizes};
-    const EpGemmParams p = parameters(c, offsets, EP_GEMM_FORWARD, false);
+    EpGemmParams p = parameters(c, offsets, EP_GEMM_FORWARD, false);
+    if (ep_random() % 4 == 0) p.num_rows = ep_random() % p.num_rows;
+    for (uint32_t i = ep_random() % 4 ? 0 : 5; i; i--)
+        offsets[ep_random() % offsets.size()] = ep_random() % 2 ? (int32_t)ep_random() : ep_random() % 90;
     for (uint32_t e = 0; e < num_experts; e++) {
-        const uint32_t num_m = ((uint32_t)sizes[e] + bm - 1) / bm, num_pairs = num_m / 2;
+        const uint32_t row0 = ep_gemm_clamp_row(&p, offsets[e]), end = ep_gemm_clamp_row(&p, offsets[e + 1]);
+        const uint32_t num_m = end > row0 ? (end - row0 + bm - 1) / bm : 0, num_pairs = num_m / 2;
         for (uint32_t i = 0; i < num_pairs * num_n + num_m % 2 * ((num_n + 1) / 2); i++)
-            wanted.push_back({e, (uint32_t)offsets[e] + (i < num_pairs * num_n ? 0 : num_pairs * 2 * bm)});
+            wanted.push_back({e, row0 + (i < num_pairs * num_n ? 0 : num_pairs * 2 * bm)});
     }
     EpGemmTileScheduler sched = {};
     EpGemmTile tile = {};
@@ -339,7 +344,7 @@ static bool find_tiles(void) {
     ep_tile_scheduler_enter(&p, bm, 2, &sched);
     for (; ep_gemm_tile(&p, bm, bn, 2, 0, &sched, t, &tile); t += 1 + ep_random() % 20)
         if (t >= wanted.size() || tile.expert != wanted[t].expert || tile.row0 < wanted[t].row0) return false;
-    return t >= wanted.size();
+    return t >= wanted.size() && sched.first_tile == wanted.size();
 }
 static bool run_scheduler(void) {
     uint32_t num_wrong = 0;

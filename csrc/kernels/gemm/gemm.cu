@@ -47,7 +47,8 @@ static __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
     const uint32_t num_cols = ep_gemm_num_cols(&p.gemm);
     const uint64_t i = (uint64_t)blockIdx.x * EP_SIMPLE_THREADS + threadIdx.x, row = i / (num_cols / 8);
     const uint32_t col = (uint32_t)(i % (num_cols / 8)) * 8;
-    if (row < p.gemm.num_rows && row < ep_gemm_clamp_row(&p.gemm, p.gemm.offsets[p.gemm.num_experts]) &&
+    if (row >= ep_gemm_clamp_row(&p.gemm, p.gemm.offsets[0]) && row < p.gemm.num_rows &&
+        row < ep_gemm_clamp_row(&p.gemm, p.gemm.offsets[p.gemm.num_experts]) &&
         col - ep_first_own_column(&p.own, row, num_cols) >= p.own.of_adapter)
         *(uint4 *)((uint16_t *)p.gemm.out + row * num_cols + col) = make_uint4(0, 0, 0, 0);
 }
@@ -268,8 +269,8 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales,
     if ((p->num_rows == 0 && !must_write) || p->num_experts == 0) return 0;
     /* A tensor map cannot have a dimension of 0. */
     if (c.has_hopper && p->num_rows > 0 && !p->is_portable)
-        return ep_gemm_narrow_cols(p, own) ? launch_narrow(p, own, &c, stream)
-                                           : launch_hopper(p, c.num_sms, stream);
+        return own || ep_gemm_narrow_cols(p, own) ? launch_narrow(p, own, &c, stream)
+                                                  : launch_hopper(p, c.num_sms, stream);
     const int failed =
         (p->is_f16 ? launch_portable<true> : launch_portable<false>)(p, 4 * c.num_sms, (cudaStream_t)stream);
     return failed || !own ? failed : launch_own_columns(p, own, (cudaStream_t)stream);

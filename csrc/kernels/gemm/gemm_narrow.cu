@@ -17,15 +17,13 @@ template <int KIND, int BN, bool FEW, bool F16> static EpClusterKernel row() {
     typedef EpGemmNarrowConfig<KIND, BN, FEW, F16> C;
     return {(const void *)gemm_narrow_kernel<C>, 0, KIND, BN, EP_ACT_NONE, C::THREADS, C::SMEM_BYTES, {}};
 }
-#define EP_ROWS(KIND, FEW, F16)                                                      \
-    row<KIND, 16, FEW, F16>(), row<KIND, 32, FEW, F16>(), row<KIND, 64, FEW, F16>(), \
-        row<KIND, 128, FEW, F16>()
-#define EP_MANY(F16)                                                                 \
-    {                                                                                \
-        EP_ROWS(EP_GEMM_FORWARD, false, F16), EP_ROWS(EP_GEMM_DGRAD, false, F16), {} \
-    }
-EpClusterKernel ep_gemm_narrow_kernels_bf16[] = EP_MANY(false);
-EpClusterKernel ep_gemm_narrow_kernels_f16[] = EP_MANY(true);
+#define EP_ROWS(KIND, FEW, F16) \
+    row<KIND, 16, FEW, F16>(), row<KIND, 32, FEW, F16>(), row<KIND, 64, FEW, F16>()
+#define EP_FORWARD_ROWS(FEW, F16) EP_ROWS(EP_GEMM_FORWARD, FEW, F16), row<EP_GEMM_FORWARD, 128, FEW, F16>()
+EpClusterKernel ep_gemm_narrow_kernels_bf16[] = {
+    EP_FORWARD_ROWS(false, false), EP_ROWS(EP_GEMM_DGRAD, false, false), {}};
+EpClusterKernel ep_gemm_narrow_kernels_f16[] = {
+    EP_FORWARD_ROWS(false, true), EP_ROWS(EP_GEMM_DGRAD, false, true), {}};
 /* for few rows */
-EpClusterKernel ep_gemm_narrow_few_kernels_bf16[] = {EP_ROWS(EP_GEMM_FORWARD, true, false), {}};
-EpClusterKernel ep_gemm_narrow_few_kernels_f16[] = {EP_ROWS(EP_GEMM_FORWARD, true, true), {}};
+EpClusterKernel ep_gemm_narrow_few_kernels_bf16[] = {EP_FORWARD_ROWS(true, false), {}};
+EpClusterKernel ep_gemm_narrow_few_kernels_f16[] = {EP_FORWARD_ROWS(true, true), {}};

@@ -5,7 +5,7 @@
  * A tile is a row block of an expert with all columns; tile t belongs to CTA t % grid. With few rows
  * each expert is one tile, and all tiles are computed at once.
  *
- * The columns of a tile are multiplied in passes of BN columns. Without a mixture there is one pass, or few.
+ * The columns of a tile are multiplied in passes of BN columns. Without a mixture there is one pass.
  * In a mixture (EpOwnColumns) a row keeps the columns of its own adapter and gets zeros in the others. There
  * a pass takes those groups of 16 columns that some row of the tile keeps. The others are not loaded.
  *

@@ -74,19 +74,23 @@ EP_PURE uint32_t ep_tile_scheduler_num_tiles(const EpGemmTileScheduler *sched, u
 }
 /* For small M: go past experts that end before tile t, EP_GEMM_SKIP at once, as long as each has at most one
  * row block. Their offsets are read together. One read after the other took 3 us for 32 experts, at the start
- * of each kernel. */
+ * of each kernel. If offsets fall, or go beyond the rows, this goes past none: all CTAs must count the tiles
+ * that ep_tile_scheduler_enter counts. */
 EP_PURE void ep_tile_scheduler_skip(const EpGemmParams *p, uint32_t bm, uint32_t num_n, uint32_t size,
                                     EpGemmTileScheduler *sched, uint32_t t) {
     const uint32_t num_tiles = (num_n + size - 1) / size; /* of an expert with rows: the pair shares them */
     bool is_past = true;
     while (is_past && sched->expert + EP_GEMM_SKIP <= p->num_experts) {
-        uint32_t row[EP_GEMM_SKIP + 1];
+        uint32_t row[EP_GEMM_SKIP + 1], most = 0;
 #pragma unroll
         for (uint32_t i = 0; i <= EP_GEMM_SKIP; i++) row[i] = (uint32_t)p->offsets[sched->expert + i];
-        if (row[EP_GEMM_SKIP] - row[0] > bm) return;
+#pragma unroll
+        for (uint32_t i = 0; i < EP_GEMM_SKIP; i++) /* of falling offsets the difference is large */
+            most = row[i + 1] - row[i] > most ? row[i + 1] - row[i] : most;
+        if (most > bm || row[0] > row[EP_GEMM_SKIP] || row[EP_GEMM_SKIP] > p->num_rows) return;
 #pragma unroll
         for (uint32_t i = 0; i < EP_GEMM_SKIP; i++) {
-            const uint32_t next = sched->first_tile + (row[i + 1] > row[i] ? num_tiles : 0);
+            const uint32_t next = sched->first_tile + (row[i + 1] != row[i] ? num_tiles : 0);
             is_past = is_past && t >= next;
             sched->first_tile = is_past ? next : sched->first_tile;
             sched->expert += is_past;

@@ -80,11 +80,13 @@ EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
 }
 /* The columns of a pass of a product with few columns (gemm_narrow.cuh), or 0 if the product is not one. own:
  * NULL, or the mixture, which may have more columns than one pass. Few rows seldom have more than four
- * adapters, and narrow passes leave room for more stages. */
+ * adapters, and narrow passes leave room for more stages. More than 64 columns of many rows are faster in the
+ * kernels for any number of columns. */
 EP_PURE uint32_t ep_gemm_narrow_cols(const EpGemmParams *p, const EpOwnColumns *own) {
     const uint32_t cols = ep_gemm_num_cols(p);
-    if (p->kind == EP_GEMM_WGRAD || p->activation || p->bias || p->row_weight || (!own && cols > 128))
-        return 0;
-    return cols <= 16 ? 16 : cols <= 32 ? 32 : cols <= 64 || (own && ep_gemm_is_small_m(p)) ? 64 : 128;
+    const bool is_few = ep_gemm_is_small_m(p);
+    if (p->kind == EP_GEMM_WGRAD || p->activation || p->bias || p->row_weight) return 0;
+    if (!own && cols > (is_few ? 128 : 64)) return 0;
+    return cols <= 16 ? 16 : cols <= 32 ? 32 : cols <= 64 || (own && is_few) ? 64 : 128;
 }
 #endif /* EP_GEMM_TUNE_H */
