@@ -4,11 +4,12 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define EP_MAX_DEVICES 64        /* GPUs that a process can use */
-#define EP_CTA_SMEM_BYTES 232448 /* shared memory that a CTA can have on Hopper */
-#define EP_SM_SMEM_BYTES 233472  /* that of an SM, of which the GPU keeps 1 KB for each CTA */
-#define EP_HALF_SM_SMEM_BYTES \
-    115712 /* and each of two CTAs on an SM: half of 228 KB, less what the GPU keeps */
+#define EP_MAX_DEVICES 64 /* GPUs that a process can use */
+/* Shared memory on Hopper, in bytes: each of num_ctas CTAs on an SM can have so much. An SM has 228 KB, of
+ * which the GPU keeps 1 KB for each CTA. */
+#define EP_SMEM_OF_CTAS(num_ctas) ((228 << 10) / (num_ctas) - (1 << 10))
+#define EP_CTA_SMEM_BYTES EP_SMEM_OF_CTAS(1)
+#define EP_HALF_SM_SMEM_BYTES EP_SMEM_OF_CTAS(2)
 
 typedef struct {
     uint32_t major, minor; /* the compute capability */

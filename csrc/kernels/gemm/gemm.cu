@@ -128,7 +128,7 @@ static int launch_narrow(const EpGemmParams *p, const EpOwnColumns *own, const E
     if (e) return e;
     EpGemmNarrowParams q = {*p, own ? *own : (EpOwnColumns){NULL, 0}};
     q.gemm.limit_ns = EP_GEMM_MIN_LIMIT_NS;
-    /* max_ctas: ranks that share the GPU may each have fewer */
+    /* No more CTAs than there can be tiles. An expert has at most one row block that is not full. */
     const uint64_t M = p->num_rows, most_blocks = M / 64 + p->num_experts;
     const uint64_t most_tiles = M < most_blocks ? M : most_blocks;
     const EpTensorMap rows = ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n, is_few ? 16 : 64);

@@ -1,11 +1,11 @@
 /* gemm_narrow.cuh - the grouped GEMM for Hopper with few columns, such as the rank of an adapter.
  *
  * Such a product does little with the rows that it reads, so the memory limits it: what counts is how many
- * loads are under way. The producer, a warp, fills a ring of pipeline stages, and a warpgroup multiplies.
- * A tile is a row block of an expert with all columns; tile t belongs to CTA t % grid. With few rows
- * each expert is one tile, and all tiles are computed at once.
+ * loads are under way. The producer, a warp, fills a ring of pipeline stages, and a warpgroup multiplies. A
+ * tile is a row block of an expert with all columns; CTA number c computes tiles c, c + number of CTAs, and
+ * so on. With few rows each expert is one tile, and all tiles are computed at once.
  *
- * The columns of a tile are multiplied in passes of BN columns. Without a mixture there is one pass.
+ * A warpgroup multiplies the columns of a tile in passes of BN columns. Without a mixture there is one pass.
  * In a mixture (EpOwnColumns) a row keeps the columns of its own adapter and gets zeros in the others. There
  * a pass takes those groups of 16 columns that some row of the tile keeps. The others are not loaded.
  *
@@ -21,8 +21,7 @@
 enum { EP_NARROW_GROUP = 16 }; /* columns that are loaded together in a mixture */
 
 /* FEW: few rows of each expert. Then there are few tiles, and a CTA has an SM alone, with more stages.
- * Otherwise as many CTAs have an SM as leave each of them some stages: they start their tiles at different
- * times. */
+ * Otherwise an SM has two or three CTAs: while one of them begins a tile, the others load. */
 template <int KIND_, int BN_, bool FEW_, bool F16_> struct EpGemmNarrowConfig {
     static constexpr int KIND = KIND_, BN = BN_;
     static constexpr bool F16 = F16_, TRANS_B = KIND == EP_GEMM_DGRAD;
@@ -31,7 +30,7 @@ template <int KIND_, int BN_, bool FEW_, bool F16_> struct EpGemmNarrowConfig {
     static constexpr int A_SLAB = BM * 128, B_SLAB = TRANS_B ? (BN + 63) / 64 * EP_GEMM_BOX : BN * 128;
     static constexpr int STAGE_BYTES = K_BOXES * (A_SLAB + B_SLAB);
     static constexpr int CTAS_OF_SM = FEW_ ? 1 : BN == 16 && !TRANS_B ? 3 : 2;
-    static constexpr int STAGES = (EP_SM_SMEM_BYTES / CTAS_OF_SM - 1024) / (STAGE_BYTES + 2 * 8);
+    static constexpr int STAGES = EP_SMEM_OF_CTAS(CTAS_OF_SM) / (STAGE_BYTES + 2 * 8);
     static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + 2 * 8);
     static constexpr int THREADS = 128 + 32;            /* the MMA warpgroup, and the producer's warp */
     static constexpr int GROUPS = BN / EP_NARROW_GROUP; /* of a pass */
@@ -143,6 +142,7 @@ template <typename C> EP_PTX EpNarrowPass<C> ep_narrow_next(uint32_t from, uint3
     }
     return pass;
 }
+
 /* ---- the roles ---- */
 
 typedef struct {
@@ -205,8 +205,8 @@ template <typename C> EP_PTX void ep_narrow_produce(const EpGemmNarrowParams *p,
             }
 }
 
-/* d = the products of a pass: N columns. TMA has filled the last stage with zeros after the
- * last value of k. */
+/* d = the products of a pass: N columns. TMA has filled the last stage with zeros after the last value of k.
+ */
 template <typename C, int N> EP_PTX void ep_narrow_multiply_by(float (&d)[C::BN / 2],
                                                                const EpGemmNarrowParams *p,
                                                                const EpNarrowShared *s, EpRing *ring) {
