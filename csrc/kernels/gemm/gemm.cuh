@@ -88,41 +88,6 @@ EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint3
     ep_tma_load_2d<BOTH>(smem, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
 }
 
-template <typename C, bool BOTH> EP_PTX void ep_gemm_load_low_cols(uint32_t to, const CUtensorMap *map,
-                                                                   uint32_t bar, int32_t at, int32_t col,
-                                                                   int32_t expert) {
-    if (C::GATED) ep_tma_load_5d<BOTH>(to, map, bar, at, 0, 0, col / 16, expert);
-    else ep_tma_load_3d<BOTH>(to, map, bar, at, col, expert);
-}
-/* For small M, load a stage of the product of low rank. Of its boxes only those with some of the num_k values
- * are loaded: the producer is one thread, and each box takes its time. */
-template <typename C>
-EP_PTX void ep_gemm_load_low_stage(const EpGemmTile *t, uint32_t k, uint32_t num_k, uint32_t smem,
-                                   uint32_t bar, uint32_t rank, const CUtensorMap *low_a,
-                                   const CUtensorMap *low_b) {
-    const uint32_t num_a = (t->num_rows + C::A_ROWS - 1) / C::A_ROWS;
-    const uint32_t num_boxes = min((uint32_t)C::K_BOXES, (num_k + C::BOX_K - 1) / C::BOX_K);
-    ep_mbar_arrive_expect(bar, (num_a * C::A_ROWS * 128 + C::B_SLAB) * num_boxes);
-#pragma unroll
-    for (uint32_t kk = 0; kk < C::K_BOXES; kk++) {
-        if (kk >= num_boxes) continue;
-#pragma unroll
-        for (uint32_t i = 0; i < C::BM / C::A_ROWS; i++) {
-            if (i < num_a && !t->shares_rows)
-                ep_gemm_load_rows<C, false>(t, (int32_t)k, i, kk, smem, bar, low_a);
-            else if (i < num_a && (i + kk) % 2 == rank)
-                ep_gemm_load_rows<C, true>(t, (int32_t)k, i, kk, smem, bar, low_a);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < 2; i++) {
-            const int32_t at = (int32_t)(k + kk * C::BOX_K), col = (int32_t)(t->col0 + i * (C::BN / 2));
-            const uint32_t to = smem + C::A_BYTES + i * C::BN * EP_GEMM_BK + kk * C::B_SLAB;
-            if (t->shares_rows) ep_gemm_load_low_cols<C, false>(to, low_b, bar, at, col, (int32_t)t->expert);
-            else if (i == rank) ep_gemm_load_low_cols<C, true>(to, low_b, bar, at, col, (int32_t)t->expert);
-        }
-    }
-}
-
 /* Load a stage. The operand that both CTAs need consists of parts, which the two CTAs load alternately,
  * for both. w4 and slot: of weights of 4 bits, their parameters and the stage's slot for scales. */
 template <typename C>
@@ -198,10 +163,6 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
                 if constexpr (C::SCALE_WARP) ep_mbar_arrive(ep_gemm_info_ready<C>(s, ring.stage));
                 const bool is_low = C::LOW_RANK && k >= low_from;
                 if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
-                else if (C::SMALL_M && is_low)
-                    ep_gemm_load_low_stage<C>(&t, k - low_from, t.num_k - k,
-                                              s->stages + ring.stage * C::STAGE_BYTES,
-                                              s->full + 8 * ring.stage, rank, low_a, low_b);
                 else
                     ep_gemm_load_stage<C>(&t, is_low ? k - low_from : k,
                                           s->stages + ring.stage * C::STAGE_BYTES, s->full + 8 * ring.stage,

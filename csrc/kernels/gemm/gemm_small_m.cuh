@@ -71,33 +71,12 @@ EP_PTX void ep_gemm_small_m_add_fp8(float (&d)[N / 2], uint64_t w, uint64_t x, u
     }
 }
 
-/* d += the products of a stage of low rank: of the boxes that were loaded, those of num_k values. Then this
- * warp releases the stage. */
-template <typename C, int N> EP_PTX void ep_gemm_small_m_add_low(float (&d)[N / 2], uint64_t w, uint64_t x,
-                                                                 uint32_t num_k, uint32_t empty) {
-#pragma unroll
-    for (uint32_t kk = 0; kk < C::K_BOXES; kk++) {
-        if (kk * C::BOX_K >= num_k) continue;
-        ep_wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            ep_wgmma<N, C::F16, 0, 0>(d, w + kk * (C::B_SLAB / 16) + 2 * i, x + kk * (C::A_SLAB / 16) + 2 * i,
-                                      1);
-        ep_wgmma_commit();
-        ep_wgmma_wait<0>();
-        ep_wgmma_keep_order(d);
-    }
-    __syncwarp(); /* every lane has finished its wait and read the tile's info */
-    if (threadIdx.x % 32 == 0) ep_gemm_release_stage(empty);
-}
-
 /* d = the products of a tile, for its first N rows. Each warp releases a stage as soon as the wgmmas that
  * read it have finished, and not one stage later, as the kernels for large M do: then the producer could
  * not refill the last stage of a tile before the first stage of the next tile has arrived. */
 template <typename C, int N> EP_PTX void ep_gemm_small_m_products(EpGemmSmallM &d, const EpGemmParams *p,
                                                                   const EpGemmTile *t, const EpGemmShared *s,
                                                                   EpRing *ring) {
-    const uint32_t low_from = (p->k + C::BK - 1) / C::BK * C::BK;
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; i++) sum[i] = 0;
@@ -107,8 +86,6 @@ template <typename C, int N> EP_PTX void ep_gemm_small_m_products(EpGemmSmallM &
         ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
         if constexpr (C::FP8) {
             ep_gemm_small_m_add_fp8<C, N>(sum, w, x, ep_gemm_slot<C>(s, ring->stage), t->num_k - k, empty);
-        } else if (C::LOW_RANK && k >= low_from) {
-            ep_gemm_small_m_add_low<C, N>(sum, w, x, t->num_k - k, empty);
         } else {
             ep_wgmma_fence();
 #pragma unroll
