@@ -313,8 +313,10 @@ class DecodeLayer:
         return self.of.layer.combine(self.experts(rows, self.offsets), handle)
 
     def experts(self, rows, offsets):
-        h = epmoe.grouped_gemm(rows, self.gate_up, offsets=offsets, activation="swiglu")
-        return epmoe.grouped_gemm(h, self.down, offsets=offsets)
+        # dispatch makes room for the most rows that can come
+        at = {"offsets": offsets, "expected_rows": self.of.shape.tokens * self.of.shape.topk}
+        h = epmoe.grouped_gemm(rows, self.gate_up, activation="swiglu", **at)
+        return epmoe.grouped_gemm(h, self.down, **at)
 
     def check(self):
         y, peer = self(), self.of.torch_peer

@@ -228,6 +228,8 @@ static inline uint32_t ep_layer_num_copies(const EpLayerConfig *c) {
     return c->num_copies ? c->num_copies : 1;
 }
 
+/* The rows that the experts of a rank get if routing is uniform and each rank has max_tokens tokens. */
+uint64_t ep_layer_expected_rows(const EpShape *shape);
 /* Which path a call takes (path.c). Whether an expert gets more rows on average than in decoding: */
 bool ep_layer_has_many_rows(const EpShape *shape);
 /* Whether calls without gradients take a low-latency layer of the same shape: */
@@ -387,6 +389,9 @@ typedef struct {
      * counter that the library has for the stream. */
     const EpTensor *tile_counter;
     bool is_portable; /* use the kernel for any GPU even if there is a faster one */
+    /* How many rows of `a` are expected to be an expert's, where `a` has room for more. It only chooses the
+     * kernel. 0: all of them. */
+    uint64_t expected_rows;
 } EpGemm;
 int ep_grouped_gemm(const EpGemm *gemm, void *stream);
 /* Whether the library has a tile counter for launches on this stream. It has none while the stream is

@@ -208,6 +208,7 @@ def grouped_gemm(
     saved: Tensor | None,
     low_a: Tensor | None,
     low_b: Tensor | None,
+    expected_rows: int,
     /,
 ) -> None: ...
 

@@ -228,9 +228,9 @@ SIGNATURES = {
                         " tag? compact_tag? small small seconds seconds",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small no no no"
-                    " rows? rows? tensor?"
+                    " rows? rows? tensor? small"
                     " or zero small seconds seconds x rows plan weight? row_weight? plan out small tensor"
-                    " tensor no no no no",
+                    " tensor no no no no small",
     "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales flag",
     "map_choices": "idx tensor idx small",
     "transpose_fp8": "x weight? plan fp8_x fp8_scale flag flag",

@@ -1,5 +1,6 @@
-"""Problems for the grouped GEMM, and the comparison of its results with sums in float64."""
+"""Problems for the grouped GEMM, the comparison of its results with sums in float64, and its kernels."""
 
+import pytest
 import torch
 
 import epmoe
@@ -23,6 +24,18 @@ MODELS = {
     "mixtral": (28672, 4096, 2, 16384),
     "gpt-oss": (5760, 2880, 32, 32768),
 }
+
+
+def kernel_names(fn):
+    """The kernels that fn launches on the GPU. Skips the test where the profiler sees none."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fn()
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no work of this GPU")
+    return names
 
 
 def problem(sizes, n, k, dtype, device, seed=0, before=3, after=5):

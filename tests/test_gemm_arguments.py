@@ -71,7 +71,7 @@ def test_gemm_rows_of_no_expert_are_not_written(ranks):
     for portable in kernels(ranks):
         out = torch.full((len(x), 64), 7.0, dtype=x.dtype, device=x.device)
         epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, offsets.new_zeros(1).long(),
-                              out, portable, *[None] * 6)
+                              out, portable, *[None] * 6, 0)
         assert (out[:3] == 7).all() and (out[140:] == 7).all() and not (out[3:140] == 7).all(1).any()
 
 
@@ -84,7 +84,7 @@ def test_gemm_module_refuses_an_output_in_the_memory_of_an_input(ranks):
                       (memory[-x.numel() - 8:-8].view_as(x), "(rows|weights)")):
         with pytest.raises(ValueError, match=f"output shares memory with {name}"):
             epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, bias, row_weight,
-                                  offsets.new_zeros(1).long(), out, False, *[None] * 6)
+                                  offsets.new_zeros(1).long(), out, False, *[None] * 6, 0)
 
 
 @pytest.mark.parametrize("change, error, text", [
@@ -125,6 +125,8 @@ def test_gemm_module_refuses_an_output_in_the_memory_of_an_input(ranks):
     (dict(row_weight=torch.ones(4).long()), TypeError,
      "row weights: wanted a floating-point dtype, got torch.int64"),
     (dict(row_weight=torch.ones(4, device="meta")), ValueError, "row weights: wanted a tensor on cpu"),
+    (dict(expected_rows=0), ValueError, "expected_rows 0: must be at least 1"),
+    (dict(expected_rows=1.5), TypeError, "float"),
 ])
 def test_gemm_error_names_the_wrong_argument(change, error, text):
     good = dict(x=torch.zeros(4, 16), weight=torch.zeros(2, 10, 16),

@@ -3,13 +3,14 @@ must not share the number in which they count their tiles.
 """
 
 import ctypes
+import functools
 import threading
 
 import pytest
 import torch
 
 import epmoe
-from gemm_cases import problem
+from gemm_cases import kernel_names, problem
 
 
 @pytest.mark.cuda_only
@@ -62,15 +63,27 @@ def test_gemm_clears_no_counter_on_any_stream(ranks):
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)):
         with torch.cuda.stream(stream):
             epmoe.grouped_gemm(x, weight, offsets=offsets)
-            torch.cuda.synchronize()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                epmoe.grouped_gemm(x, weight, offsets=offsets)
-                torch.cuda.synchronize()
-        names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        if not names:
-            pytest.skip("the profiler sees no work of this GPU")
+            names = kernel_names(lambda: epmoe.grouped_gemm(x, weight, offsets=offsets))
         assert sum("gemm_kernel" in n for n in names) == 1, names
         assert not any("memset" in n.lower() for n in names), names
+
+
+@pytest.mark.cuda_only
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+                    reason="only Hopper has kernels for few rows")
+def test_gemm_expected_rows_choose_the_kernel(ranks):
+    """A dispatch makes room for more rows than come. The kernel is that for those that come."""
+    x, weight, bias, _, offsets = problem([3, 0, 17, 90], 256, 192, torch.bfloat16, ranks.device, after=800)
+
+    def multiply(expected_rows=None):
+        return epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias, activation="swiglu",
+                                  expected_rows=expected_rows)
+
+    few, = (n for n in kernel_names(lambda: multiply(4 * 24)) if "gemm_kernel" in n)
+    for many in (None, 4 * 24 + 1, 2**40):
+        other, = (n for n in kernel_names(functools.partial(multiply, many)) if "gemm_kernel" in n)
+        assert other != few
+    assert torch.equal(multiply(4 * 24)[3:113], multiply()[3:113])
 
 
 @pytest.mark.cuda_only
@@ -168,7 +181,7 @@ def test_gemm_as_first_gpu_call_of_a_thread(ranks):
     def call_gemm():
         try:
             epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, counter, got, False,
-                                  *[None] * 6)
+                                  *[None] * 6, 0)
         except epmoe.EpError as e:
             errors.append(e)
 

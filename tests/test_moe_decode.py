@@ -9,6 +9,7 @@ import epmoe
 from cases import generator
 from epmoe import _C
 from epmoe.a2a.base import NO_CONFIG
+from gemm_cases import kernel_names
 from outcomes import check_outcomes, outcome
 
 SIZES = dict(hidden=64, inner=32, num_experts=24, topk=2)
@@ -213,6 +214,29 @@ def test_moe_decode_begins_beside_another_call(ranks, size, other):
     results = ranks(run, world_size=size, at_least=2)
     check_outcomes([got for got, _ in results], "EpMismatch")
     assert all(same for _, same in results)
+
+
+@pytest.mark.cuda_only
+def test_moe_decode_multiplies_few_rows(ranks):
+    """With several ranks there is room for so many rows that a product of all of them would not be of few."""
+    def run(world, device):
+        num_experts = 8 * world.size
+        torch.manual_seed(3)
+        moe = epmoe.EPMoE(64, 32, num_experts, 2, ep_group=world, max_tokens=64, device=device,
+                          dtype=torch.bfloat16)
+        g = generator(world.rank)
+        weights, idx = torch.randn(64, num_experts, generator=g).softmax(-1).topk(2)
+        args = [t.to(device) for t in (torch.randn(64, 64, generator=g).bfloat16(), idx, weights)]
+        with torch.no_grad():
+            moe(*args)
+            names = [n for n in kernel_names(lambda: moe(*args)) if "gemm_kernel" in n]
+        room = moe.layer.low_latency.capacity
+        moe.finalize()
+        return names, room
+
+    for names, room in ranks(run, at_least=2):
+        assert room > 8 * 24 and len(names) == 2
+        assert all("Config<0, 64," in n for n in names), names
 
 
 @pytest.mark.cuda_only

@@ -228,7 +228,7 @@ def test_nodes_of_ranks_quantise_where_tokens_arrive(ranks):
         same = torch.equal(q[:n].float(), want[0][:n].float()) and torch.equal(scales[:n], want[1][:n])
         with torch.no_grad():
             y = moe(x, idx, weight)
-            h = moe._multiply(q, scales, layout.expert_offsets, *moe._weights())
+            h = moe._multiply(moe.layer, q, scales, layout.expert_offsets, *moe._weights())
             of_stages = moe.layer.combine(h, layout, row_weight)
             h, row_weight, layout = moe.layer.mega_dispatch_group_gemm(
                 x, idx, weight=weight, gemm_weight=moe.gate_up_proj, gemm_scale=moe.gate_up_proj_scale_inv,

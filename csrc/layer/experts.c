@@ -59,6 +59,7 @@ static int multiply(const Call *c, EpGemm g) {
                         .stride = {1}};
     g.offsets = &c->offsets;
     g.tile_counter = &counter;
+    g.expected_rows = ep_layer_expected_rows(&c->layer->config.shape);
     return ep_grouped_gemm(&g, c->stream);
 }
 

@@ -63,6 +63,9 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     ep_gemm_set_activation(p, g->activation, alpha, limit);
     p->is_f16 = type == EP_F16;
     p->is_portable = g->is_portable;
+    const uint64_t most = (uint64_t)M, expected = g->expected_rows ? g->expected_rows : most;
+    p->is_small_m = g->kind == EP_GEMM_FORWARD &&
+                    (expected < most ? expected : most) <= (uint64_t)EP_GEMM_FEW_ROWS * (uint64_t)L;
     p->accumulates = g->kind == EP_GEMM_WGRAD && g->out->dtype == EP_F32;
     return 0;
 }

@@ -1,5 +1,5 @@
-/* path.c - which path the calls of a layer take. Exports ep_layer_has_many_rows, ep_layer_decodes,
- * ep_layer_unread_rows, ep_multiplies and ep_layer_fuses; epmoe.h says what they answer.
+/* path.c - which path the calls of a layer take. Exports ep_layer_expected_rows, ep_layer_has_many_rows,
+ * ep_layer_decodes, ep_layer_unread_rows, ep_multiplies and ep_layer_fuses; epmoe.h says what they answer.
  *
  * Invariant: the answers depend on the configuration and on the sizes of the weights, which all ranks have
  * alike, so all ranks take the same path. The limits are measured: docs/experiments has them by their
@@ -7,9 +7,6 @@
 #include "epmoe.h"
 #include "protocol/gemm_params.h"
 
-/* With so few rows of an expert, as in decoding, reading the weights takes all the time, and only the GEMM
- * without communication has tiles for few rows (E-033). */
-enum { FEW_ROWS = 24 };
 /* A low-latency layer has a slab for each expert and rank, whose memory grows with the number of tokens. */
 enum { MOST_DECODED_TOKENS = 512 };
 /* With so few bytes of rows, memory for the most rows that can come costs less than a wait of the host. */
@@ -21,8 +18,11 @@ enum { MANY_FP8_COLUMNS = 4096, FEW_FP8_TOKENS = 1024 };
  * And a GEMM takes a few percent longer when it shares its launch (E-136). */
 enum { WIDE_COLUMNS = 16384 };
 
+uint64_t ep_layer_expected_rows(const EpShape *s) { return (uint64_t)s->max_tokens * s->num_topk; }
+
+/* With few rows only the GEMM without communication has kernels for small M. */
 bool ep_layer_has_many_rows(const EpShape *s) {
-    return (uint64_t)s->num_ranks * s->max_tokens * s->num_topk > (uint64_t)FEW_ROWS * s->num_experts;
+    return ep_layer_expected_rows(s) > (uint64_t)EP_GEMM_FEW_ROWS * ep_num_local_experts(s);
 }
 
 bool ep_layer_decodes(const EpLayerConfig *c) {

@@ -18,6 +18,9 @@
 #include "protocol/port.h"
 
 #define EP_GEMM_MAX_COLS (1u << 24) /* limit of N and K, so that a number of tiles fits 32 bits */
+/* With so few rows of an expert, as in decoding, reading the weights takes all the time. Then FORWARD has the
+ * kernels for small M, which compute tiles of fewer rows (docs/experiments, E-033). */
+#define EP_GEMM_FEW_ROWS 24u
 
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2, EP_NUM_GEMM_KINDS } EpGemmKind;
 EP_HANDLES_ALL(EP_NUM_GEMM_KINDS, 3); /* ep_gemm_num_cols */
@@ -93,6 +96,7 @@ typedef struct {
     uint8_t is_portable;    /* use the portable kernel even if there is a faster one */
     uint8_t accumulates;    /* WGRAD: out is fp32, and alpha times the product is added to it */
     uint8_t saves;          /* there is `saved`, and no row_weight */
+    uint8_t is_small_m;     /* FORWARD: an expert is expected to have EP_GEMM_FEW_ROWS rows or fewer */
 } EpGemmParams;
 
 /* The scales of e4m3 numbers. a: [M][K / 128], b: [L][N / 128][K / 128], both sizes rounded up, with the

@@ -41,10 +41,12 @@ def new_group(name: str, ranks: list[int], backend: str, timeout_s: float,
     # Private: torch has no public name for a group with a name, nor to enter its ranks for recv and others.
     c10d: Any = dist.distributed_c10d
     default: Any = dist.group.WORLD
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if options is not None:
+        options._timeout = timeout  # torch warns where it has to set it
     group, _ = c10d._new_process_group_helper(
         len(ranks), ranks.index(dist.get_rank()), ranks, dist.Backend(backend),
-        default.get_group_store(), name, backend_options=options,
-        timeout=datetime.timedelta(seconds=timeout_s), group_desc=name)
+        default.get_group_store(), name, backend_options=options, timeout=timeout, group_desc=name)
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return group
 

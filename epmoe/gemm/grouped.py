@@ -1,6 +1,7 @@
 """grouped_gemm: rows grouped by expert times each expert's own weights."""
 
 import math
+import operator
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -17,7 +18,7 @@ from .weight_gradients import gradient_of, deferred_wgrad_of
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, "
             "Tensor? a_scale, Tensor? b_scale, int kind, int activation, bool portable, ScalarType? dtype, "
-            "float alpha=0, float limit=0, Tensor? b_zero=None) -> Tensor")
+            "float alpha=0, float limit=0, int expected_rows=0, Tensor? b_zero=None) -> Tensor")
 _lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, float scale, bool "
             "portable) -> ()")
 
@@ -176,7 +177,7 @@ def tile_counter(a: Tensor) -> Tensor | None:
 
 def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
                   a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
-                  dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0,
+                  dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0, expected_rows: int = 0,
                   b_zero: Tensor | None = None) -> Tensor:
     has_four_bits = False
     if b_scale is not None and a_scale is None:
@@ -198,7 +199,7 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, ro
     elif a_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
         a, b = a.view(torch.uint8), b.view(torch.uint8)
     _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable,
-                    a_scale, b_scale, b_zero, None, None, None)
+                    a_scale, b_scale, b_zero, None, None, None, expected_rows)
     return out
 
 
@@ -208,7 +209,7 @@ implement(_lib, "grouped_gemm", _grouped_gemm)
 @torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)
 def _(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
       a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
-      dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0,
+      dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0, expected_rows: int = 0,
       b_zero: Tensor | None = None) -> Tensor:
     return a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
 
@@ -238,7 +239,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
     grads = [product(*factors) if needed else None
              for factors, needed in zip(of_inputs, ctx.needs_input_grad)]
-    return *grads, *[None] * 12
+    return *grads, *[None] * 13
 
 
 record_gradient(_lib, "grouped_gemm", _save, _backward)
@@ -285,12 +286,20 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale
     counter = tile_counter(a)
     mark_written((sums,))
     _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable, None, None,
-                    None, None, None, None)
+                    None, None, None, None, 0)
     if not fits:
         out.add_(sums)
 
 
 implement(_lib, "grouped_wgrad_add", _grouped_wgrad_add)
+
+
+def check_expected_rows(expected_rows: Any) -> int:
+    """Return a number of rows as the module takes it.  Raises TypeError or ValueError."""
+    number = operator.index(expected_rows)  # raises TypeError
+    if number < 1:
+        raise ValueError(f"expected_rows {number}: must be at least 1, or None for all rows")
+    return number
 
 
 def check_activation(activation: Activation | None, num_columns: int) -> Kernel:
@@ -425,7 +434,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
                  bias: Tensor | None = None, activation: Activation | None = None,
                  row_weight: Tensor | None = None, a_scale: Tensor | None = None,
                  b_scale: Tensor | None = None, b_zero: Tensor | None = None,
-                 out_dtype: torch.dtype | None = None, portable: bool = False) -> Tensor | Any:
+                 out_dtype: torch.dtype | None = None, portable: bool = False,
+                 expected_rows: int | None = None) -> Tensor | Any:
     """Multiply rows, grouped by expert, with the weights of their experts.  Local to a rank.
 
     Row r of expert e gives activation(x[r] @ weight[e].T + bias[e]) * row_weight[r].  Differentiable in x,
@@ -472,6 +482,10 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         out_dtype: For FP8: torch.bfloat16 (the default), torch.float16, or torch.float8_e4m3fn: the result is
             then rounded to bfloat16 and quantised by a second kernel, as by quantize_fp8.
         portable: Use the kernel for any GPU also on a Hopper GPU.
+        expected_rows: How many of the M rows are expected to belong to experts, where x has room for more, as
+            the compact rows of LowLatencyAll2All: T * K if each rank has T tokens.  None: all.  It only
+            chooses the kernel: up to 24 rows an expert have another one.  Results have the same bits, but for
+            FP8 with one scale for all rows and one for each expert.
 
     Returns:
         [M, N], or [M, N / 2] for the gated activations, of x's dtype, for FP8 of out_dtype.  Rows that
@@ -512,6 +526,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
     has_four_bits = b_scale is not None and a_scale is None and isinstance(weight, Tensor) and (
         weight.dtype == torch.uint8)
     number, alpha, limit = _check(x, weight, counts, offsets, bias, activation, row_weight, has_four_bits)
+    expected = 0 if expected_rows is None else check_expected_rows(expected_rows)
     check_mode(x, weight, bias, row_weight, may_batch=True)
     if offsets is None:
         offsets = F.pad(cast(Tensor, counts).cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
@@ -526,7 +541,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         format_of(weight, scale, zero, x.dtype)  # raises
         of_four = (x, weight.contiguous(), offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32),
                    None, scale.contiguous())
-        return call("grouped_gemm", of_four, FORWARD, number, portable, None, alpha, limit,
+        return call("grouped_gemm", of_four, FORWARD, number, portable, None, alpha, limit, expected,
                     scales=() if zero is None else (zero.contiguous(),))
     if b_zero is not None:
         raise ValueError("b_zero: give it only with b_scale, for weights of 4 bits")
@@ -536,15 +551,16 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         scales = expand_scales(x, weight, cast(Tensor, a_scale), cast(Tensor, b_scale))
         of_fp8 = (x, weight.contiguous(), offsets, _cast(bias, dtype), _cast(row_weight, torch.float32),
                   *scales)
-        y = call("grouped_gemm", of_fp8, FORWARD, number, portable, dtype, alpha, limit)
+        y = call("grouped_gemm", of_fp8, FORWARD, number, portable, dtype, alpha, limit, expected)
         return call("quantize_fp8", (y, offsets[-1:]), *as_kernel(None)) if quantises else y
     kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
     weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
     if kind == FORWARD and not requires_grad(*leaves):
         tensors = x, weight, offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32), None, None
-        return call("grouped_gemm", tensors, FORWARD, number, portable, None, alpha, limit)
+        return call("grouped_gemm", tensors, FORWARD, number, portable, None, alpha, limit, expected)
     # Torch's own operators follow the product: they have a backward, and only FORWARD has an epilogue.
-    y = call("grouped_gemm", (x, weight, offsets, None, None, None, None), kind, 0, portable, None)
+    y = call("grouped_gemm", (x, weight, offsets, None, None, None, None), kind, 0, portable, None, 0.0, 0.0,
+             expected)
     if bias is not None:
         y = add_bias(y, bias, offsets)
     y = y if activation is None else activate(y, activation)

@@ -848,7 +848,7 @@ class EPMoE(nn.Module):
             if self._records_stats:
                 self._count(counts)
             try:
-                y = self._multiply(rows, row_scale, handle.expert_offsets, *weights)
+                y = self._multiply(layer, rows, row_scale, handle.expert_offsets, *weights)
             except Exception as error:
                 layer._propagate(_C.OP_LL_COMBINE, error, handle.buffer)
             return layer.combine(y, handle), None
@@ -858,16 +858,17 @@ class EPMoE(nn.Module):
             rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
             row_scale = None
         try:
-            y = self._multiply(rows, row_scale, layout.expert_offsets, *weights)
+            y = self._multiply(layer, rows, row_scale, layout.expert_offsets, *weights)
         except Exception as error:
             layer._propagate(_C.OP_COMBINE, error, layout.buffer)
         return layer.combine(y, layout, row_weight), layout
 
-    def _multiply(self, rows: Tensor, row_scale: Tensor | None, offsets: Tensor, gate_up: Tensor,
-                  gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None) -> Tensor:
+    def _multiply(self, layer: EPAll2AllLayer | LowLatencyAll2All, rows: Tensor, row_scale: Tensor | None,
+                  offsets: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+                  down_bias: Tensor | None) -> Tensor:
         """Return the outputs [M, H] of this rank's experts for rows [M, H], grouped by expert.
 
-        row_scale: [M, H / 128] of rows in FP8, else None.
+        layer: what moved the rows.  row_scale: [M, H / 128] of rows in FP8, else None.
         """
         if (adapter := lora.adapter_of_call(self)) is not None:
             return lora_products.multiply(self, adapter, rows, offsets)
@@ -876,12 +877,14 @@ class EPMoE(nn.Module):
         dtype = self.layer.dtype if self.is_fp8 else None
         up_scale, up_zero, down_scale, down_zero = self._format.scales(self) or (
             self._scale_of("gate_up_proj"), None, self._scale_of("down_proj"), None)
+        expected = layer.max_tokens * layer.topk
         h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias, activation=self.activation,
-                         a_scale=row_scale, b_scale=up_scale, b_zero=up_zero, out_dtype=dtype)
+                         a_scale=row_scale, b_scale=up_scale, b_zero=up_zero, out_dtype=dtype,
+                         expected_rows=expected)
         if self.is_fp8:
             h, row_scale = quantize_fp8(h, num_rows=offsets[-1:])
         return grouped_gemm(h, down, offsets=offsets, bias=down_bias, a_scale=row_scale, b_scale=down_scale,
-                            b_zero=down_zero, out_dtype=dtype)
+                            b_zero=down_zero, out_dtype=dtype, expected_rows=expected)
 
     def _count(self, counts: Tensor) -> None:
         """Add the rows of this rank's experts [L] to those of earlier calls."""

@@ -98,7 +98,7 @@ static int launch_portable_low_rank(const EpGemmLowRankParams *p, uint32_t num_b
 }
 
 static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) {
-    const uint32_t tile_cols = ep_gemm_is_small_m(p) ? 64 : ep_gemm_tile_cols(p);
+    const uint32_t tile_cols = p->is_small_m ? 64 : ep_gemm_tile_cols(p);
     EpClusterKernel *table = p->is_f16 ? ep_gemm_kernels_f16 : ep_gemm_kernels_bf16;
     if (p->accumulates) table = p->is_f16 ? ep_gemm_kernels_accumulate_f16 : ep_gemm_kernels_accumulate_bf16;
     if (p->saves) table = p->is_f16 ? ep_gemm_save_kernels_f16 : ep_gemm_save_kernels_bf16;
@@ -116,7 +116,7 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
 static int launch_narrow(const EpGemmParams *p, const EpOwnColumns *own, const EpCapabilities *c,
                          void *stream) {
     const uint32_t tile_cols = ep_gemm_narrow_cols(p, own);
-    const bool is_few = ep_gemm_is_small_m(p);
+    const bool is_few = p->is_small_m;
     EpClusterKernel *table =
         is_few      ? p->is_f16 ? ep_gemm_narrow_few_kernels_f16 : ep_gemm_narrow_few_kernels_bf16
         : p->is_f16 ? ep_gemm_narrow_kernels_f16
@@ -151,11 +151,11 @@ static int launch_narrow(const EpGemmParams *p, const EpOwnColumns *own, const E
 static bool has_whole_blocks(const EpGemmFp8Params *p) {
     const EpGemmParams *g = &p->gemm;
     return !ep_gemm_is_gated(g->activation) || EP_ACT_IS_MIXED(g->activation) ||
-           ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (ep_gemm_is_small_m(g) ? 32 : 64) == 0;
+           ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (g->is_small_m ? 32 : 64) == 0;
 }
 
 static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *stream) {
-    const bool small_m = ep_gemm_is_small_m(&p->gemm), one = !small_m && ep_gemm_has_one_scale(&p->scales);
+    const bool small_m = p->gemm.is_small_m, one = !small_m && ep_gemm_has_one_scale(&p->scales);
     const uint32_t tile_cols = small_m ? 64 : 256;
     EpClusterKernel *table = p->gemm.is_f16 ? one ? ep_gemm_kernels_one_scale_f16 : ep_gemm_kernels_fp8_f16
                              : one          ? ep_gemm_kernels_one_scale_bf16
@@ -174,7 +174,7 @@ static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *s
 
 static int launch_hopper_w4(const EpGemmW4Params *p, const EpCapabilities *c, void *stream) {
     const uint32_t num_sms = c->num_sms;
-    const bool is_large = !ep_gemm_is_small_m(&p->gemm), f16 = p->gemm.is_f16;
+    const bool is_large = !p->gemm.is_small_m, f16 = p->gemm.is_f16;
     EpGemmW4Kernels *tables = p->weights.format == EP_MXFP4
                                   ? f16 ? &ep_gemm_kernels_mxfp4_f16 : &ep_gemm_kernels_mxfp4_bf16
                               : f16 ? &ep_gemm_kernels_int4_f16
@@ -203,7 +203,7 @@ static int launch_hopper_w4(const EpGemmW4Params *p, const EpCapabilities *c, vo
 static int launch_hopper_low_rank(const EpGemmLowRankParams *p, uint32_t num_sms, void *stream) {
     const EpGemmParams *g = &p->gemm;
     /* There are no narrower tiles: they would pay for few columns only. */
-    const uint32_t tile_cols = ep_gemm_is_small_m(g) ? 64 : 256;
+    const uint32_t tile_cols = g->is_small_m ? 64 : 256;
     EpClusterKernel *table = g->is_f16 ? ep_gemm_low_rank_kernels_f16 : ep_gemm_low_rank_kernels_bf16;
     EpClusterKernel *k = ep_find_kernel(table, 0, g, tile_cols);
     uint32_t max_ctas;

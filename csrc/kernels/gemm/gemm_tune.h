@@ -62,9 +62,6 @@
     X(EP_GEMM_FORWARD, 256, EP_ACT_ANY_UNGATED) \
     X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_UNGATED)  \
     X(EP_GEMM_DGRAD, 256, EP_ACT_NONE)
-EP_PURE bool ep_gemm_is_small_m(const EpGemmParams *p) {
-    return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
-}
 
 /* The number of columns of a tile. A narrower tile reads more per product, so it pays only if it avoids
  * computing columns that do not exist. On an H200, a column in tiles of 192 takes 0.96 to 1.05 of the time
@@ -84,7 +81,7 @@ EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
  * kernels for any number of columns. */
 EP_PURE uint32_t ep_gemm_narrow_cols(const EpGemmParams *p, const EpOwnColumns *own) {
     const uint32_t cols = ep_gemm_num_cols(p);
-    const bool is_few = ep_gemm_is_small_m(p);
+    const bool is_few = p->is_small_m;
     if (p->kind == EP_GEMM_WGRAD || p->activation || p->bias || p->row_weight) return 0;
     if (!own && cols > (is_few ? 128 : 64)) return 0;
     return cols <= 16 ? 16 : cols <= 32 ? 32 : cols <= 64 || (own && is_few) ? 64 : 128;
