@@ -222,11 +222,11 @@ def test_moe_decode_multiplies_few_rows(ranks):
     def run(world, device):
         num_experts = 8 * world.size
         torch.manual_seed(3)
-        moe = epmoe.EPMoE(64, 32, num_experts, 2, ep_group=world, max_tokens=64, device=device,
+        moe = epmoe.EPMoE(256, 128, num_experts, 2, ep_group=world, max_tokens=64, device=device,
                           dtype=torch.bfloat16)
         g = generator(world.rank)
         weights, idx = torch.randn(64, num_experts, generator=g).softmax(-1).topk(2)
-        args = [t.to(device) for t in (torch.randn(64, 64, generator=g).bfloat16(), idx, weights)]
+        args = [t.to(device) for t in (torch.randn(64, 256, generator=g).bfloat16(), idx, weights)]
         with torch.no_grad():
             moe(*args)
             names = [n for n in kernel_names(lambda: moe(*args)) if "gemm_kernel" in n]
