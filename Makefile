@@ -46,6 +46,8 @@ PYTHON := $(shell if .venv/bin/python -c '$(HAS)' $(NEEDED) 2>/dev/null; then ec
     elif python3 -c '$(HAS)' $(AS_IT_IS) 2>/dev/null; then echo python3; else echo .venv/bin/python; fi)
 endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+# Tests start hundreds of processes. Without bytecode each of them would compile epmoe again.
+export PYTHONDONTWRITEBYTECODE :=
 
 LIB := epmoe/_C.abi3.so
 # pip builds the CUDA backend only where there is a GPU. make builds it wherever there is an nvcc, for developers.
@@ -86,14 +88,14 @@ demo: build
 WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses $$(($$(nproc) < 3 ? $$(nproc) + 2 : 4)) --dist loadfile --no-loadscope-reorder
 ON_CPUS = $(PYTHON) -m pytest $(if $(filter check,$(MAKECMDGOALS)),--long) $(or $(ARGS),$$($(WORKERS)))
 
-# First the types are checked. With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in
+# With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in
 # steps with a table at the end. On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all
 # ranks, each in one step. With 16 or more cores, the CPU part runs at the same time, and its output is
-# printed at the end. The C tests, most of whose time is waits, run beside all this. "make check test" runs
-# them once, in full.
+# printed at the end. The check of the types and the C tests, most of whose time is waits, run beside all
+# this. "make check test" runs the C tests once, in full.
 test: build
-	@code=0; $(MAKE) --no-print-directory types || code=1; \
-	cpu=; c=; trap 'kill $$c $$cpu 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	@code=0; $(MAKE) --no-print-directory types > build/types.log 2>&1 & types=$$!; \
+	cpu=; c=; trap 'kill $$types $$c $$cpu 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
 	$(if $(filter check,$(MAKECMDGOALS)),,echo "the C tests run beside pytest; their output is printed at the end"; \
 	    $(PYTHON) tests/c/run_c_tests.py --quick > build/test_c.log 2>&1 & c=$$!;) \
 	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n if n > 1 else 4} if n else ()))'); \
@@ -105,7 +107,8 @@ test: build
 	done; fi; \
 	[ -z "$$gpus" ] || echo "the same tests on the CPU"; \
 	if [ -n "$$cpu" ]; then tail -n +1 -f --pid=$$cpu build/test_cpu.log; wait $$cpu; else $(ON_CPUS); fi || code=1; \
-	if [ -n "$$c" ]; then wait $$c || code=1; echo "the C tests:"; cat build/test_c.log; fi; exit $$code
+	if [ -n "$$c" ]; then wait $$c || code=1; echo "the C tests:"; cat build/test_c.log; fi; \
+	wait $$types || code=1; cat build/types.log; exit $$code
 
 bench: build
 	$(PYTHON) -m benchmarks $(ARGS)

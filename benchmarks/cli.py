@@ -19,8 +19,8 @@ import epmoe
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
 from . import (a2a, ablation, decode, decode_w4, features, gemm, gemm_fp8, growth, host, layer, layer_fp8,
-               layer_w4, lora, nodes, numerics, overlap, report, scale, side, sm, tokens, train, transformers,
-               worklog)
+               layer_w4, lora, move, nodes, numerics, overlap, report, scale, side, sm, tokens, train,
+               transformers, worklog)
 from .run import Run
 from .shapes import KNOWN_SHAPES
 
@@ -40,6 +40,7 @@ BENCHES = {
     "train": (train, "a training step: forward, backward, memory, compared with torch's layer and products"),
     "lora": (lora, "LoRA: a training step, several adapters, decoding, beside full training, torch and peft"),
     "numerics": (numerics, "what rank_invariant costs: a training step, the forward, decode layers"),
+    "move": (move, "calls while experts move to other places: their times, and the longest of them"),
     "transformers": (transformers, "experts of transformers in one process, by each experts_implementation"),
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),

@@ -85,7 +85,7 @@ class Pair:
         offsets = layout.expert_offsets
         h = epmoe.grouped_gemm(plain, self.plain.gate_up_proj, offsets=offsets, activation="swiglu")
         results = {"16 bits": epmoe.grouped_gemm(h, self.plain.down_proj, offsets=offsets),
-                   "FP8": self.fp8._multiply(rows, scales, offsets, *self.fp8._weights())}
+                   "FP8": self.fp8._multiply(self.fp8.layer, rows, scales, offsets, *self.fp8._weights())}
         squares = dict.fromkeys([*results, "of sums", "exact"], 0.0)
         ends = offsets.tolist()
         for e in sorted({0, len(ends) - 2}):
@@ -117,7 +117,7 @@ class Pair:
         with poisoned():
             y = self.fp8(self.x, self.idx, self.weight, decode=False)
             rows, scales, row_weight, layout = self.dispatched()
-            h = self.fp8._multiply(rows, scales, layout.expert_offsets, *self.fp8._weights())
+            h = self.fp8._multiply(self.fp8.layer, rows, scales, layout.expert_offsets, *self.fp8._weights())
             again = self.op.combine(h, layout, row_weight)
             errors = self.errors()
         self.run.agree("" if torch.equal(y, again) else "FP8: the layer and its stages differ in their bits")

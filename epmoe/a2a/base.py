@@ -36,16 +36,13 @@ _T = TypeVar("_T", Tensor, Tensor | None)
 
 DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
 MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
-# The last fields of a configuration: those of fused operations. 0: the layer has none.
-_FUSED_FIELDS = ("fused", "num_move", "num_tail_sms", "num_reduce_sms", "waits_for_expert", "is_serial",
-                 "token_sorting", "num_copies")
-# The configuration of a layer, as the module takes it.
+# The configuration of a layer, as the module takes it. A layer without a feature has a 0 in its field.
 if TYPE_CHECKING:
     Config: TypeAlias = _C._Config
 else:
-    Config = collections.namedtuple("Config", _C.CONFIG_FIELDS, defaults=[0] * len(_FUSED_FIELDS))
+    Config = collections.namedtuple("Config", _C.CONFIG_FIELDS, defaults=[0] * len(_C.CONFIG_FIELDS))
 _LOCAL_WORLD_SIZE = 5  # its place among the arguments of a layer after ep_group
-NO_CONFIG = Config._make([0] * len(Config._fields))  # of a rank that has no valid configuration
+NO_CONFIG = Config()  # of a rank that has no valid configuration
 
 
 def max_blocks(device: torch.device, reserve_sms: int) -> int:

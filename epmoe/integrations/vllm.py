@@ -228,6 +228,7 @@ class EpmoePrepareAndFinalize(_Base):
         else:
             rows, weights, self._layout = layer.dispatch(*call)
         self._num_rows = len(rows)
+        self._num_expected = max(1, len(rows) if layer is None else layer.max_tokens * layer.topk)
         if layer is None and most is not None and _workspace_grows():
             # After the capture of graphs, vLLM's experts get no more memory: show them the most rows now.
             more = self._num_ranks * most * topk_ids.shape[1] - len(rows)
@@ -247,6 +248,16 @@ class EpmoePrepareAndFinalize(_Base):
             See docs/vllm.md.
         """
         return self._layout.expert_offsets[:len(self._own) + 1]
+
+    def expected_rows(self):
+        """Return how many rows are expected to be of this rank's experts, after prepare.
+
+        The layers of graphs make room for more.  See epmoe.grouped_gemm.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        return self._num_expected
 
     def _most_tokens(self):
         """Return the most tokens of any rank in this call, the same on all ranks, or None without graphs."""

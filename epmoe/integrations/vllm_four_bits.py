@@ -159,9 +159,9 @@ class EpmoeExperts(_kernel.FusedMoEExpertsModular):
         Examples:
             See docs/vllm.md.
         """
-        offsets = self._mover.expert_offsets()
-        h = grouped_gemm(hidden_states, w1, offsets=offsets, activation=self._activation, **self._up)
-        output.copy_(grouped_gemm(h, w2, offsets=offsets, **self._down))
+        at = {"offsets": self._mover.expert_offsets(), "expected_rows": self._mover.expected_rows()}
+        h = grouped_gemm(hidden_states, w1, activation=self._activation, **at, **self._up)
+        output.copy_(grouped_gemm(h, w2, **at, **self._down))
 
 
 class _Method(FusedMoEMethodBase):
