@@ -21,14 +21,8 @@ import os
 import pickle
 import sys
 import traceback
-import zlib
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # rank processes are forked from one that imported numpy
-# The number of this worker of xdist.
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-if WORKER:
-    # Else the threads of torch of all workers spin on the same cores, and a test takes 1.6 times as long.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A rank takes a node for dead after this time without an answer. The default of 2 s is too short for a test
 # machine whose CPUs stand still for seconds. Tests of silent nodes set their own time.
 os.environ.setdefault("EPMOE_NODE_TIMEOUT_S", "60")
@@ -48,9 +42,10 @@ FORCED_CPU = os.environ.get("EPMOE_BACKEND") == "cpu"
 RANK = int(os.environ["RANK"]) if TORCHRUN else 0
 WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 0
 NUM_LOCAL = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
-# The ranks of a worker that are threads share one core, because other workers use the others: a rank that
-# waits yields to the rank that it waits for, and a test takes a third of the time. With --long they do not:
-# ranks that run at the same time find races.
+# The number of this worker of xdist. Its ranks that are threads share one core, because other workers use
+# the others: a rank that waits yields to the rank that it waits for, and a test takes a third of the time.
+# With --long they do not: ranks that run at the same time find races.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
 SHARES_CORE = bool(WORKER)
 THREADS_ON_CUDA = not TORCHRUN and os.environ.get("EPMOE_TEST_THREADS") == "cuda"
 ON_CUDA = (TORCHRUN or THREADS_ON_CUDA) and CAN_CUDA and not FORCED_CPU
@@ -255,10 +250,6 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if WORKER:
-        # Files with related names wait in the same way, or compute in the same way. In this order, which is
-        # the same in all workers, files that compute run beside files that wait.
-        items.sort(key=lambda item: zlib.crc32(item.path.name.encode()))
     for item in items:
         if not config.option.long and item.get_closest_marker("long"):
             item.add_marker(pytest.mark.skip(reason=f"long: {MARKERS['long']}"))
