@@ -35,7 +35,6 @@ WARN = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wformat-security -Werror
 CFLAGS = ("-std=c11 -O2 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -fstack-protector-strong "
           "-D_GNU_SOURCE -DPy_LIMITED_API=0x030B0000").split()
 ARCH = "-gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=compute_80"
-HOPPER = ("fused/fused_*.cu", "gemm/gemm_*.cu")  # in csrc/kernels
 NVCC = ("-std=c++17 -O3 -lineinfo "
         "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics "
         "--expt-relaxed-constexpr -Xptxas=-warn-spills -Xptxas=-v").split()
@@ -59,7 +58,7 @@ def choose_backends():
         return None, only + "there is no nvcc in CUDA_HOME, PATH or /usr/local/cuda"
     if wanted == "auto" and not any(path.exists() for path in DRIVER):
         return None, only + f"there is {nvcc}, but no GPU. EPMOE_CUDA=1 builds the CUDA backend all the same."
-    return nvcc, f"the CPU and CUDA backends, with {nvcc}, in about 5 minutes on 2 cores"
+    return nvcc, f"the CPU and CUDA backends, with {nvcc}, in about 6 minutes on 2 cores"
 
 
 def cuda_home(nvcc):
@@ -93,20 +92,6 @@ def object_of(temp, source):
     return str(path)
 
 
-def arch_of(source, arch):
-    """Return the options of nvcc for a source: arch, without what the source has no kernels for.
-
-    Those of HOPPER have kernels for sm_90a only. nvcc would read them again for each other GPU, which takes a
-    fifth of the whole time.
-    """
-    for_each = re.findall(r"-gencode[ =]\S+", arch)
-    others = [option for option in for_each if "90a" not in option]
-    if len(others) < len(for_each) and any(source.match(pattern) for pattern in HOPPER):
-        for option in others:
-            arch = arch.replace(option, "")
-    return arch.split()
-
-
 class Build(build_ext):
     """Compile the sources in parallel, and link the objects with gcc."""
 
@@ -134,10 +119,10 @@ class Build(build_ext):
                 raise SystemExit(f"{home} has no libcudart_static.a. Set CUDA_HOME to the folder of a "
                                  "complete CUDA toolkit, or set EPMOE_CUDA=0 to build without CUDA.")
             libs = [str(runtimes[0])] + libs
-            arch = os.environ.get("EPMOE_CUDA_ARCH", ARCH)
+            arch = os.environ.get("EPMOE_CUDA_ARCH", ARCH).split()
             for cu in sorted((ROOT / "csrc/kernels").rglob("*.cu")):
-                jobs.append([nvcc, *NVCC, *arch_of(cu, arch), *options, "-I" + str(ROOT / "csrc"), "-c",
-                             str(cu), "-o", object_of(temp, cu)])
+                jobs.append([nvcc, *NVCC, *arch, *options, "-I" + str(ROOT / "csrc"), "-c", str(cu),
+                             "-o", object_of(temp, cu)])
         else:
             sources = [c for c in sources if c.parent.name != "cuda"]
         if chaos:
