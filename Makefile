@@ -88,9 +88,9 @@ demo: build
 WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses $$(($$(nproc) < 3 ? $$(nproc) + 2 : 4)) --dist loadfile --no-loadscope-reorder
 ON_CPUS = $(PYTHON) -m pytest $(if $(filter check,$(MAKECMDGOALS)),--long) $(or $(ARGS),$$($(WORKERS)))
 
-# With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in
-# steps with a table at the end. On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all
-# ranks, each in one step. With 16 or more cores, the CPU part runs at the same time, and its output is
+# With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end. On
+# one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all ranks,
+# each in one step. With 16 or more cores, the CPU part runs at the same time, and its output is
 # printed at the end. The check of the types and the C tests, most of whose time is waits, run beside all
 # this. "make check test" runs the C tests once, in full.
 test: build

@@ -314,7 +314,7 @@ class DecodeLayer:
 
     def experts(self, rows, offsets):
         # dispatch makes room for the most rows that can come
-        at = {"offsets": offsets, "expected_rows": self.of.shape.tokens * self.of.shape.topk}
+        at = {"offsets": offsets, "expected_rows": self.of.layer.expected_rows}
         h = epmoe.grouped_gemm(rows, self.gate_up, activation="swiglu", **at)
         return epmoe.grouped_gemm(h, self.down, **at)
 

@@ -389,8 +389,8 @@ typedef struct {
      * counter that the library has for the stream. */
     const EpTensor *tile_counter;
     bool is_portable; /* use the kernel for any GPU even if there is a faster one */
-    /* How many rows of `a` are expected to be an expert's, where `a` has room for more. It only chooses the
-     * kernel. 0: all of them. */
+    /* How many rows of `a` are expected to belong to experts, where `a` has room for more. Only the choice of
+     * the kernel depends on it. 0: all of them. */
     uint64_t expected_rows;
 } EpGemm;
 int ep_grouped_gemm(const EpGemm *gemm, void *stream);

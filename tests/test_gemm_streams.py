@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import epmoe
-from gemm_cases import kernel_names, problem
+from gemm_cases import BLIND, HOPPER_ONLY, kernel_names, problem
 
 
 @pytest.mark.cuda_only
@@ -64,13 +64,14 @@ def test_gemm_clears_no_counter_on_any_stream(ranks):
         with torch.cuda.stream(stream):
             epmoe.grouped_gemm(x, weight, offsets=offsets)
             names = kernel_names(lambda: epmoe.grouped_gemm(x, weight, offsets=offsets))
+        if not names:
+            pytest.skip(BLIND)
         assert sum("gemm_kernel" in n for n in names) == 1, names
         assert not any("memset" in n.lower() for n in names), names
 
 
 @pytest.mark.cuda_only
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-                    reason="only Hopper has kernels for few rows")
+@HOPPER_ONLY
 def test_gemm_expected_rows_choose_the_kernel(ranks):
     """A dispatch makes room for more rows than come. The kernel is that for those that come."""
     x, weight, bias, _, offsets = problem([3, 0, 17, 90], 256, 192, torch.bfloat16, ranks.device, after=800)
@@ -79,6 +80,8 @@ def test_gemm_expected_rows_choose_the_kernel(ranks):
         return epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias, activation="swiglu",
                                   expected_rows=expected_rows)
 
+    if not kernel_names(multiply):
+        pytest.skip(BLIND)
     few, = (n for n in kernel_names(lambda: multiply(4 * 24)) if "gemm_kernel" in n)
     for many in (None, 4 * 24 + 1, 2**40):
         other, = (n for n in kernel_names(functools.partial(multiply, many)) if "gemm_kernel" in n)

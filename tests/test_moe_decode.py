@@ -9,7 +9,7 @@ import epmoe
 from cases import generator
 from epmoe import _C
 from epmoe.a2a.base import NO_CONFIG
-from gemm_cases import kernel_names
+from gemm_cases import BLIND, HOPPER_ONLY, kernel_names
 from outcomes import check_outcomes, outcome
 
 SIZES = dict(hidden=64, inner=32, num_experts=24, topk=2)
@@ -217,6 +217,7 @@ def test_moe_decode_begins_beside_another_call(ranks, size, other):
 
 
 @pytest.mark.cuda_only
+@HOPPER_ONLY
 def test_moe_decode_multiplies_few_rows(ranks):
     """With several ranks there is room for so many rows that a product of all of them would not be of few."""
     def run(world, device):
@@ -229,14 +230,18 @@ def test_moe_decode_multiplies_few_rows(ranks):
         args = [t.to(device) for t in (torch.randn(64, 256, generator=g).bfloat16(), idx, weights)]
         with torch.no_grad():
             moe(*args)
-            names = [n for n in kernel_names(lambda: moe(*args)) if "gemm_kernel" in n]
+            names = kernel_names(lambda: moe(*args))
         room = moe.layer.low_latency.capacity
         moe.finalize()
         return names, room
 
-    for names, room in ranks(run, at_least=2):
-        assert room > 8 * 24 and len(names) == 2
-        assert all("Config<0, 64," in n for n in names), names
+    results = ranks(run, at_least=2)
+    if not all(names for names, _ in results):
+        pytest.skip(BLIND)
+    for names, room in results:
+        products = [n for n in names if "gemm_kernel" in n]
+        assert room > 8 * 24 and len(products) == 2
+        assert all("Config<0, 64," in n for n in products), products
 
 
 @pytest.mark.cuda_only

@@ -184,6 +184,20 @@ class CollectiveLayer(Shared):
                 return super().__new__(cls._over_nodes)
         return super().__new__(cls)
 
+    @property
+    def expected_rows(self) -> int:
+        """How many rows the experts of a rank get on average if each rank has max_tokens tokens: T * K.
+
+        Outputs of a fixed size have room for more.  See epmoe.grouped_gemm.
+
+        Examples:
+            >>> import torch
+            >>> layer = epmoe.LowLatencyAll2All(None, 8, 64, 2, 4, dtype=torch.float32, device="cpu")
+            >>> layer.expected_rows
+            16
+        """
+        return self.max_tokens * self.topk
+
     def __enter__(self) -> Self:
         return self
 

@@ -255,7 +255,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             try:
                 h = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias,
                                  activation=activation, a_scale=scales, b_scale=gemm_scale,
-                                 out_dtype=out_dtype, expected_rows=self.max_tokens * self.topk)
+                                 out_dtype=out_dtype, expected_rows=self.expected_rows)
             except Exception as error:  # no memory: the next operation of the other ranks is combine
                 self._propagate(_C.OP_COMBINE, error, layout.buffer)
             return h, row_weight, layout
@@ -336,7 +336,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             else:
                 rows = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias,
                                     a_scale=scales, b_scale=gemm_scale, out_dtype=out_dtype,
-                                    expected_rows=self.max_tokens * self.topk)
+                                    expected_rows=self.expected_rows)
         except Exception as error:
             self._propagate(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
         if not fused:

@@ -228,7 +228,7 @@ class EpmoePrepareAndFinalize(_Base):
         else:
             rows, weights, self._layout = layer.dispatch(*call)
         self._num_rows = len(rows)
-        self._num_expected = max(1, len(rows) if layer is None else layer.max_tokens * layer.topk)
+        self._num_expected = max(1, len(rows)) if layer is None else layer.expected_rows
         if layer is None and most is not None and _workspace_grows():
             # After the capture of graphs, vLLM's experts get no more memory: show them the most rows now.
             more = self._num_ranks * most * topk_ids.shape[1] - len(rows)

@@ -877,14 +877,13 @@ class EPMoE(nn.Module):
         dtype = self.layer.dtype if self.is_fp8 else None
         up_scale, up_zero, down_scale, down_zero = self._format.scales(self) or (
             self._scale_of("gate_up_proj"), None, self._scale_of("down_proj"), None)
-        expected = layer.max_tokens * layer.topk
         h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias, activation=self.activation,
                          a_scale=row_scale, b_scale=up_scale, b_zero=up_zero, out_dtype=dtype,
-                         expected_rows=expected)
+                         expected_rows=layer.expected_rows)
         if self.is_fp8:
             h, row_scale = quantize_fp8(h, num_rows=offsets[-1:])
         return grouped_gemm(h, down, offsets=offsets, bias=down_bias, a_scale=row_scale, b_scale=down_scale,
-                            b_zero=down_zero, out_dtype=dtype, expected_rows=expected)
+                            b_zero=down_zero, out_dtype=dtype, expected_rows=layer.expected_rows)
 
     def _count(self, counts: Tensor) -> None:
         """Add the rows of this rank's experts [L] to those of earlier calls."""
