@@ -268,6 +268,20 @@ def test_fp8_gemm_quantises_its_result(ranks, activation):
     assert y[begin:end].isfinite().all() and y[begin:end].norm() > 0
 
 
+def test_fp8_gemm_quantises_nan_and_infinity(ranks):
+    """A NaN stays in its place, and does not change the scale of its row; an infinity does."""
+    x, a_scale, weight, b_scale, bias, _, offsets = fp8_problem([100, 60], 512, 256, ranks.device)
+    begin, end = offsets[0].item(), offsets[-1].item()
+    bias[0, 3], bias[1, 300] = float("nan"), float("inf")
+    product = dict(offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias, activation="swiglu")
+    q, scales = epmoe.grouped_gemm(x, weight, **product, out_dtype=E4M3)
+    want_q, want_scales = epmoe.quantize_fp8(epmoe.grouped_gemm(x, weight, **product))
+    assert torch.equal(scales[begin:end], want_scales[begin:end])
+    assert torch.equal(q[begin:end].view(torch.uint8), want_q[begin:end].view(torch.uint8))
+    assert q[begin:begin + 100, 3].float().isnan().all() and scales[begin:begin + 100].isfinite().all()
+    assert scales[begin + 100:end, 0].isinf().all()
+
+
 def test_fp8_gemm_is_traced_by_the_compiler(ranks):
     x, a_scale, weight, b_scale, bias, _, offsets = fp8_problem([4, 0, 9], 32, 144, ranks.device)
 
@@ -278,6 +292,13 @@ def test_fp8_gemm_is_traced_by_the_compiler(ranks):
     begin, end = offsets[0].item(), offsets[-1].item()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, bias)[begin:end], layer(x, bias)[begin:end])
+    quantised = torch.compile(lambda x: epmoe.grouped_gemm(x, weight, offsets=offsets, a_scale=a_scale,
+                                                           b_scale=b_scale, out_dtype=E4M3),
+                              fullgraph=True, backend="aot_eager")
+    want, scales = epmoe.grouped_gemm(x, weight, offsets=offsets, a_scale=a_scale, b_scale=b_scale,
+                                      out_dtype=E4M3)
+    assert torch.equal(quantised(x)[0][begin:end].float(), want[begin:end].float())
+    assert torch.equal(quantised(x)[1][begin:end], scales[begin:end])
 
 
 @pytest.mark.parametrize("change, error, text", [

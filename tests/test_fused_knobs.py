@@ -80,18 +80,22 @@ def test_fused_kernels_have_sizes_of_16(dtype, fused):
     assert found == [exist, exist, False, False, False, False] and not transposed
 
 
-def test_fused_default_in_fp8_depends_on_columns(ranks):
-    """A layer for many tokens fuses weights in FP8 of many columns only, unless the caller wants it."""
+@pytest.mark.parametrize("size", [2, 3])
+def test_fused_default_in_fp8(ranks, size):
+    """For many tokens, a layer fuses weights in FP8 of more than two ranks and many columns only, unless the
+    caller wants it.
+    """
     def run(world, device):
         found = []
         for tokens, fused in ((2000, None), (2000, True), (2000, False), (1000, None)):
-            op = epmoe.EpAll2AllFusedOp(world, tokens, 128, 2, num_tot_experts=4, dtype=torch.bfloat16,
-                                        device=device, fused=fused)
+            op = epmoe.EpAll2AllFusedOp(world, tokens, 128, 2, num_tot_experts=2 * world.size, device=device,
+                                        dtype=torch.bfloat16, fused=fused)
             op._has_fused_fp8 = True  # as on a GPU that has them
-            found.append([op._is_fused_fp8(torch.empty(2, columns, 128, device="meta"), "swiglu")
-                          for columns in (3072, 4096)])
+            found.append([op._is_fused_fp8(torch.empty(2, columns, 128, device="meta"), "swiglu", is_first)
+                          for columns, is_first in ((3072, True), (4096, True), (128, False))])
             op.finalize()
-        return found
+        return world.size, found
 
-    wanted = [[False, True], [True, True], [False, False], [True, True]]
-    assert all(found == wanted for found in ranks(run, world_size=2))
+    for num_ranks, found in ranks(run, world_size=size):
+        by_default = [False, num_ranks > 2, num_ranks > 2]
+        assert found == [by_default, [True] * 3, [False] * 3, [True] * 3]

@@ -14,6 +14,9 @@ enum { MOST_UNREAD_BYTES = 16 << 20 };
 /* A product in FP8 of few columns ends before the warps beside it have moved the tokens. With few tokens the
  * launches count (E-119). */
 enum { MANY_FP8_COLUMNS = 4096, FEW_FP8_TOKENS = 1024 };
+/* With many tokens, a product in FP8 pays for sharing its launch only where the links are slow beside it: with
+ * at most one peer the stages take less time (E-157). */
+enum { FEW_FP8_RANKS = 2 };
 /* With wide experts, communication takes a small part of a training step, so a fused launch can hide little.
  * And a GEMM takes a few percent longer when it shares its launch (E-136). */
 enum { WIDE_COLUMNS = 16384 };
@@ -43,7 +46,8 @@ bool ep_multiplies(EpBackendKind kind, uint32_t dtype) {
 static bool is_best(const EpLayerConfig *c, const EpProduct *p) {
     if (!ep_layer_has_many_rows(&c->shape)) return false;
     if (p->is_fp8)
-        return !p->columns || p->columns >= MANY_FP8_COLUMNS || c->shape.max_tokens <= FEW_FP8_TOKENS;
+        return c->shape.max_tokens <= FEW_FP8_TOKENS ||
+               (c->shape.num_ranks > FEW_FP8_RANKS && (!p->columns || p->columns >= MANY_FP8_COLUMNS));
     return !p->trains || p->columns < WIDE_COLUMNS;
 }
 

@@ -109,7 +109,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         combine_order: "fuse_scatter": rows return while others are computed.  "serial": after all are.
         fused: True: the fused kernels, where they exist.  False: the stages one after the other.  None: what
             measured best for the shape: fused where max_tokens gives an expert more than 24 rows on
-            average, and in FP8 if gemm_weight also has at least 4096 rows or max_tokens is at most 1024.
+            average.  In FP8 also only where max_tokens is at most 1024, or with more than two ranks, and
+            then dispatch only if gemm_weight has at least 4096 rows.
             A training step of EPMoE is not fused where its gate and up weights have 16384 rows or more.
         combine_mode, capacity, host_counts, num_buffers, reserve_sms, heap, device: As for EPAll2AllLayer.
         timeout_s, rail_dtype, rail_capacity: As there.

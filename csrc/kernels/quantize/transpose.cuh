@@ -221,18 +221,26 @@ EP_FN uint32_t ep_transpose_shift(uint32_t word, __half2 ratio) {
     return pair[0] | pair[1] << 16;
 }
 
-/* The scales of the experts: a warp has those of 128 columns of an expert. */
-__global__ void __launch_bounds__(32) expert_scales_kernel(const __grid_constant__ EpTransposeParams p) {
+/* The scales of the experts: a CTA has those of 128 columns of an expert. Its threads have many loads in
+ * flight, because the rows of an expert are many and nothing else hides the latency of a load. */
+#define EP_EXPERT_SCALES_THREADS 256
+__global__ void __launch_bounds__(EP_EXPERT_SCALES_THREADS)
+    expert_scales_kernel(const __grid_constant__ EpTransposeParams p) {
+    __shared__ float part[EP_EXPERT_SCALES_THREADS / 32];
     const uint32_t groups = ep_gemm_num_blocks(p.num_cols), e = blockIdx.x / groups, g = blockIdx.x % groups;
     const uint32_t to = ep_transpose_clamp(&p, p.offsets[e + 1]);
     float scale = EP_TRANSPOSED_LEAST;
 #pragma unroll 8
-    for (uint32_t row = ep_transpose_clamp(&p, p.offsets[e]) + ep_lane(); row < to; row += 32) {
+    for (uint32_t row = ep_transpose_clamp(&p, p.offsets[e]) + threadIdx.x; row < to;
+         row += EP_EXPERT_SCALES_THREADS)
         scale = fmaxf(scale, p.x_scale[row * p.scale_row + g * p.scale_col]);
-    }
 #pragma unroll
     for (int j = 16; j > 0; j /= 2) scale = fmaxf(scale, __shfl_xor_sync(EP_FULL, scale, j));
-    if (ep_lane() == 0) p.scales[blockIdx.x] = scale;
+    if (ep_lane() == 0) part[threadIdx.x / 32] = scale;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (uint32_t i = 0; i < EP_EXPERT_SCALES_THREADS / 32; i++) scale = fmaxf(scale, part[i]);
+    p.scales[blockIdx.x] = scale;
 }
 
 #define EP_SHIFT_ROWS 16
