@@ -92,6 +92,22 @@ void ep_world_leave_call(EpWorld *w, uint64_t record, int code) {
 
 /* ---- all-gathers ---- */
 
+/* A thread reads a peer's socket itself for this time, before it sleeps. Where the ranks call at about the
+ * same time, a frame then waits for no thread that has to wake up: not for the watchdog thread, and not for
+ * this one. */
+#define LOOK_NS 200000u
+static void look_for_frame(EpWorld *w, uint32_t r, uint64_t seq) {
+    const EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
+    const uint64_t until_ns = ep_now_ns() + LOOK_NS;
+    for (uint32_t polls = 0;; polls++) {
+        ep_world_read_peer(w, r);
+        if (from->full || w->end_code || w->sockets[r] < 0 || ep_now_ns() >= until_ns) return;
+        pthread_mutex_unlock(&w->lock);
+        ep_pause(polls);
+        pthread_mutex_lock(&w->lock);
+    }
+}
+
 /* Wait for peer r's frame of this all-gather. Returns 0, or the error with which the world ended. The caller
  * holds the world's lock, which the wait releases while it sleeps. A timeout or Ctrl-C ends the world.
  * *limit_ns: when the all-gather times out, as a time of the monotonic clock; time during which the process
@@ -100,6 +116,7 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
     EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
     uint64_t until_ns = *limit_ns;
     bool is_late = false;
+    look_for_frame(w, r, seq);
     while (!from->full) {
         char text[160];
         EP_TRY(ep_world_check_locked(w));

@@ -1,11 +1,12 @@
 /* watchdog.c - the watchdog thread of a world.
  *
- * The watchdog thread alone reads the sockets. It puts all-gather frames into the inbox. It ends the world
- * when an abort frame arrives, when a peer's socket closes, or when a wait on the device has timed out. A
- * rank that is stuck sends its call records to the peers. So ranks that wait for each other in different
- * operations are detected after seconds, not at the timeout.
+ * The watchdog thread reads the sockets, at any time. It puts all-gather frames into the inbox. It ends the
+ * world when an abort frame arrives, when a peer's socket closes, or when a wait on the device has timed out.
+ * A rank that is stuck sends its call records to the peers. So ranks that wait for each other in different
+ * operations are detected after seconds, not at the timeout. A host thread that begins to wait for a frame
+ * also reads the sockets. Whoever reads holds the lock, so frames keep their order.
  *
- * Exports: ep_world_watch_main.
+ * Exports: ep_world_watch_main and ep_world_read_peer.
  * Invariant: the thread takes no Python lock and makes no CUDA call, so neither can delay it. */
 #include <errno.h>
 #include <poll.h>
@@ -95,7 +96,7 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
         ep_world_end(w, EP_ECORRUPT, r, "a peer is too far ahead in its exchanges");
 }
 
-static void read_peer(EpWorld *w, uint32_t r) {
+void ep_world_read_peer(EpWorld *w, uint32_t r) {
     EpFrame f;
     int fd, got = 0;
     while (w->sockets[r] >= 0 && (got = ep_wire_receive(w->sockets[r], &f, &fd)) > 0)
@@ -262,7 +263,7 @@ void *ep_world_watch_main(void *arg) {
         }
         pthread_mutex_lock(&w->lock);
         for (nfds_t i = 1; i < n; i++)
-            if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) read_peer(w, rank_of[i]);
+            if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) ep_world_read_peer(w, rank_of[i]);
         check_timeouts(w);
         if (!w->end_code && !w->closing) check_call_order(w);
         if (ep_world_record_is_due(w)) ep_world_finish_record(w);

@@ -1,5 +1,5 @@
 /* world_state.h - the fields of a world, for the four files that implement it. world.c creates and closes a
- * world, all_gather.c implements the all-gathers, watchdog.c is the thread that reads the sockets, and
+ * world, all_gather.c implements the all-gathers, watchdog.c reads the sockets in a thread, and
  * world_end.c ends the world. The other three call world_end.c, which calls none of them.
  * Invariant: after creation and before release, the fields below `lock` are used only while the lock is held.
  * The host threads and the watchdog thread share them. */
@@ -18,7 +18,7 @@
 #define EP_NUM_INBOX 2u
 #define EP_MAX_WATCHED 256u
 
-/* A place for one all-gather frame of a peer. The watchdog thread fills it, the host thread empties it. */
+/* A place for one all-gather frame of a peer. ep_world_read_peer fills it, an all-gather empties it. */
 typedef struct {
     EpFrame frame;
     int fd; /* the descriptor that came with the frame, or -1 */
@@ -76,6 +76,9 @@ struct EpWorld {
     EpCallRecords on_gpu_records;      /* the call records of the steps next to on_gpu_step */
     enum { RECORD_OPEN, RECORD_WRITING, RECORD_DONE } record_state;
 };
+
+/* Process the frames of peer r that have arrived, without waiting. The caller holds the lock. */
+void ep_world_read_peer(EpWorld *w, uint32_t r);
 
 /* The main function of the watchdog thread; its argument is the EpWorld. */
 void *ep_world_watch_main(void *world);

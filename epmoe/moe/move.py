@@ -124,6 +124,8 @@ class ExpertMove:
         self._moe, self._rounds, self._rooms = moe, rounds, rooms
         self._number, self._num_steps = number, 0  # equal on all ranks
         self._next = 0  # the round that begins next
+        # what the next _begin_round uses; made while copies are on their way
+        self._map = self._next_map() if rounds else None
         self._step: Callable[[], Callable[[], Any]] = self._begin_round
         self._event: torch.cuda.Event | None = None  # after the copies of the present step
         self._error: Exception | None = None  # that this rank had when it enqueued them
@@ -226,11 +228,11 @@ class ExpertMove:
         # The copies counted as writes when they were enqueued.  A call since may have made another form of
         # the weights, from what was there before they arrived.
         mark_written([t for t in tensors(self._moe) if not t.is_inference()])
+        assert self._map is not None
+        self._moe._use_map(*self._map)
         if self._next == len(self._rounds):
-            self._use_map(self._rounds[-1].after)
             self._end()
         else:
-            self._use_map(self._rounds[self._next].before)
             self._enqueue(self._send)
         return self._begin_copies
 
@@ -238,11 +240,14 @@ class ExpertMove:
         """Step 3."""
         self._enqueue(self._receive)
         self._next += 1
+        self._map = self._next_map()
         return self._begin_round
 
-    def _use_map(self, holds: list[int]) -> None:
-        self._moe._use_map(ExpertMap(torch.tensor(holds, dtype=torch.int64, device="cpu"),
-                                     self._moe.num_experts), holds)
+    def _next_map(self) -> tuple[ExpertMap, list[int]]:
+        """Return the map during the next round, or after the last one, also as a list."""
+        is_over = self._next == len(self._rounds)
+        holds = self._rounds[-1].after if is_over else self._rounds[self._next].before
+        return ExpertMap(torch.tensor(holds, dtype=torch.int64, device="cpu"), self._moe.num_experts), holds
 
     def _enqueue(self, copy: Callable[[], None]) -> None:
         """Run copy() on the stream of the copies, after what the current stream has.
