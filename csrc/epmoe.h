@@ -439,12 +439,11 @@ int ep_quantize(const EpQuantize *quantize, void *stream);
  * rows [C][P], and what each operation computes. On CUDA, C is a multiple of 16. ---- */
 
 typedef struct {
-    const EpTensor *x;          /* [M][C]: f32, bf16, f16; or u8, the bytes of e4m3 numbers */
-    const EpTensor *x_scale;    /* of e4m3, otherwise NULL: f32 [M][C / 128], rounded up, of any strides */
-    const EpTensor *offsets;    /* i32 [L + 1] */
-    const EpTensor *q, *scales; /* u8 [C][P], f32 [P / 128][C]; P = 128 * (M / 128 + L), rounded down */
-    uint32_t format;            /* EpFp8Format of q */
-    bool by_expert;             /* from e4m3: scales are of experts: f32 [L][C / 128], rounded up */
+    const EpTensor *x;       /* u8 [M][C], the bytes of e4m3 numbers */
+    const EpTensor *x_scale; /* f32 [M][C / 128], rounded up, of any strides */
+    const EpTensor *offsets; /* i32 [L + 1] */
+    const EpTensor *q;       /* u8 [C][P]; P = 128 * (M / 128 + L), rounded down */
+    const EpTensor *scales;  /* f32 [L][C / 128], rounded up */
 } EpTranspose;
 int ep_transpose(const EpTranspose *transpose, void *stream);
 
@@ -459,13 +458,11 @@ int ep_quantize_weight(const EpQuantizeWeight *quantize, void *stream);
 /* The product of two transposed rows for each expert. CUDA devices of Hopper only. */
 typedef struct {
     const EpTensor *a, *b;             /* u8 [N][P] and [K][P] */
-    const EpTensor *a_scale, *b_scale; /* f32 [P / 128][N] and [P / 128][K]; or [L][N / 128], [L][K / 128] */
+    const EpTensor *a_scale, *b_scale; /* f32 [L][N / 128] and [L][K / 128], rounded up */
     const EpTensor *offsets;           /* i32 [L + 1] */
     const EpTensor *tile_counter;      /* as in EpGemm */
     const EpTensor *out;               /* [L][N][K]: bf16, f16; or f32, to which alpha times it is added */
     double alpha;
-    uint32_t a_format; /* EpFp8Format of a; b is e4m3 */
-    uint32_t scales;   /* EpWgradScales */
 } EpWgradFp8;
 int ep_wgrad_fp8(const EpWgradFp8 *wgrad, void *stream);
 

@@ -245,17 +245,9 @@ def quantize_fp8(
     /,
 ) -> None: ...
 
-# The gradient of weights in FP8; see csrc/protocol/wgrad_fp8.h.  Numbers of FP8 are uint8 here; a format is
-# 0 for e4m3 and 1 for e5m2.
+# The gradient of weights in FP8; see csrc/protocol/wgrad_fp8.h.  Numbers of FP8 are uint8 here.
 def transpose_fp8(
-    x: Tensor,
-    x_scale: Tensor | None,
-    offsets: Tensor,
-    q: Tensor,
-    scales: Tensor,
-    format: int,
-    by_expert: bool,
-    /,
+    x: Tensor, x_scale: Tensor, offsets: Tensor, q: Tensor, scales: Tensor, /
 ) -> None: ...
 def quantize_fp8_weight(
     x: Tensor,
@@ -274,7 +266,5 @@ def wgrad_fp8(
     tile_counter: Tensor | None,
     out: Tensor,
     alpha: float,
-    a_format: int,
-    scales: int,
     /,
 ) -> None: ...

@@ -5,10 +5,9 @@
 
 The check fails if a kernel spills registers or has a stack, except for those of MAY_SPILL. It also fails if
 a grouped GEMM kernel for Hopper or a megakernel contains no tensor-core instruction of its kind or accesses
-local memory. The instruction is HGMMA, for FP8 QGMMA with E4M3 operands, of which the first may be E5M2, and
-HMMA for few rows and weights of 4 bits.
-This second part needs cuobjdump, from the CUDA toolkit or from requirements-dev.txt. Without cuobjdump, the
-output says that this part was not checked.
+local memory. The instruction is HGMMA, for FP8 QGMMA with E4M3 operands, and HMMA for few rows and weights of
+4 bits. This second part needs cuobjdump, from the CUDA toolkit or from requirements-dev.txt. Without
+cuobjdump, the output says that this part was not checked.
 """
 import os
 import re
@@ -53,7 +52,7 @@ def disassembled(path):
 def tensor_core(kernel):
     """The name of the tensor-core instruction that a kernel must have, and a pattern that finds it."""
     if "fp8" in kernel:
-        return "QGMMA", r"\bQGMMA\S*\.(E4M3|E5M2)\.E4M3\b"
+        return "QGMMA", r"\bQGMMA\S*\.E4M3\.E4M3\b"
     name = "HMMA" if "EpGemmW4ConfigILb0E" in kernel else "HGMMA"  # Lb0: not LARGE
     return name, rf"\b{name}\b"
 

@@ -14,8 +14,8 @@ enum { MOST_UNREAD_BYTES = 16 << 20 };
 /* A product in FP8 of few columns ends before the warps beside it have moved the tokens. With few tokens the
  * launches count (E-119). */
 enum { MANY_FP8_COLUMNS = 4096, FEW_FP8_TOKENS = 1024 };
-/* With many tokens, a product in FP8 pays for sharing its launch only where the links are slow beside it: with
- * at most one peer the stages take less time (E-157). */
+/* With many tokens, a product in FP8 gains from sharing its launch only where the links are slow beside it.
+ * With at most one peer the stages take less time (E-157). */
 enum { FEW_FP8_RANKS = 2 };
 /* With wide experts, communication takes a small part of a training step, so a fused launch can hide little.
  * And a GEMM takes a few percent longer when it shares its launch (E-136). */

@@ -16,10 +16,6 @@ static int check_size(const char *name, int64_t size, EpBackendKind where) {
     return ep_error(EP_EINVAL, "%s: %lld must be a positive multiple of %lld, at most %u", name,
                     (long long)size, (long long)unit, EP_GEMM_MAX_COLS);
 }
-static int check_format(uint32_t format) {
-    if (format < EP_NUM_FP8_FORMATS) return 0;
-    return ep_error(EP_EINVAL, "format %u: must be an EpFp8Format, 0 or 1", format);
-}
 static int check_all(const EpWanted *wanted, uint32_t num, const EpTensor *first) {
     for (uint32_t i = 0; i < num; i++)
         EP_TRY(ep_tensor_check(&wanted[i], first->kind, first->device, wanted[i].dtype == EP_I32 ? 4 : 16));
@@ -45,17 +41,8 @@ static int read_scales(const EpTranspose *a, EpTransposeParams *p) {
 
 static int check_rows(const EpTranspose *a, EpTransposeParams *p) {
     const EpTensor *x = a->x, *offsets = a->offsets;
-    EP_TRY(check_format(a->format));
-    if (!a->x_scale && !is_wide(x->dtype))
-        return ep_error(EP_ETYPE, "rows: wanted float32, bfloat16 or float16, or FP8 with scales, got %s",
-                        ep_dtype_name(x->dtype));
-    if (a->by_expert && !a->x_scale)
-        return ep_error(EP_EINVAL, "by_expert: rows must be of FP8, with scales");
-    if (a->x_scale && (x->dtype != EP_U8 || a->format != EP_E4M3))
-        return ep_error(EP_ETYPE,
-                        "rows with scales: wanted the bytes of e4m3, also for the result, got %s "
-                        "and format %u",
-                        ep_dtype_name(x->dtype), a->format);
+    if (x->dtype != EP_U8)
+        return ep_error(EP_ETYPE, "rows: wanted the bytes of e4m3, got %s", ep_dtype_name(x->dtype));
     if (x->num_dims != 2 || offsets->num_dims != 1 || offsets->shape[0] < 1)
         return ep_error(EP_EINVAL, "wanted rows of 2 dimensions and offsets of 1, got %u and %u", x->num_dims,
                         offsets->num_dims);
@@ -66,9 +53,6 @@ static int check_rows(const EpTranspose *a, EpTransposeParams *p) {
     p->num_rows = (uint32_t)x->shape[0];
     p->num_cols = (uint32_t)x->shape[1];
     p->num_experts = (uint32_t)offsets->shape[0] - 1;
-    p->dtype = a->x_scale ? EP_TRANSPOSE_E4M3 : x->dtype;
-    p->format = a->format;
-    p->by_expert = a->by_expert;
     return 0;
 }
 
@@ -77,18 +61,14 @@ int ep_transpose(const EpTranspose *a, void *stream) {
     EpTransposeParams p = {0};
     if (!backend) return EP_EINVAL;
     EP_TRY(check_rows(a, &p));
-    if (a->x_scale) EP_TRY(read_scales(a, &p));
+    EP_TRY(read_scales(a, &p));
     const int64_t M = p.num_rows, C = p.num_cols, L = p.num_experts;
     const int64_t num_blocks = ep_transposed_num_blocks(p.num_rows, p.num_experts);
     const EpWanted wanted[] = {
-        {"rows", a->x, a->x->dtype, 2, {M, C, -1}},
+        {"rows", a->x, EP_U8, 2, {M, C, -1}},
         {"offsets", a->offsets, EP_I32, 1, {L + 1, -1, -1}},
         {"output", a->q, EP_U8, 2, {C, num_blocks * EP_TRANSPOSED_ROWS, -1}},
-        {"scales",
-         a->scales,
-         EP_F32,
-         2,
-         {p.by_expert ? L : num_blocks, p.by_expert ? ep_gemm_num_blocks(p.num_cols) : C, -1}},
+        {"scales", a->scales, EP_F32, 2, {L, ep_gemm_num_blocks(p.num_cols), -1}},
     };
     EP_TRY(check_all(wanted, sizeof wanted / sizeof wanted[0], a->x));
     const EpOperand operands[] = {{"output", a->q, true},
@@ -97,7 +77,7 @@ int ep_transpose(const EpTranspose *a, void *stream) {
                                   {"scales of the rows", a->x_scale, false},
                                   {"offsets", a->offsets, false}};
     EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
-    p.x = a->x->data;
+    p.x = (const uint8_t *)a->x->data;
     p.offsets = (const int32_t *)a->offsets->data;
     p.q = (uint8_t *)a->q->data;
     p.scales = (float *)a->scales->data;
@@ -150,9 +130,6 @@ int ep_quantize_weight(const EpQuantizeWeight *a, void *stream) {
 
 static int check_product(const EpWgradFp8 *w, EpGemmParams *g) {
     const uint32_t dtype = w->out->dtype;
-    EP_TRY(check_format(w->a_format));
-    if (w->scales >= EP_NUM_WGRAD_SCALES)
-        return ep_error(EP_EINVAL, "scales %u: must be an EpWgradScales, 0 to 2", w->scales);
     if (!is_wide(dtype))
         return ep_error(EP_ETYPE, "output: wanted bfloat16, float16 or float32, got %s",
                         ep_dtype_name(dtype));
@@ -182,20 +159,18 @@ static int check_product(const EpWgradFp8 *w, EpGemmParams *g) {
 int ep_wgrad_fp8(const EpWgradFp8 *w, void *stream) {
     const EpTensor *a = w->a;
     const EpBackend *backend = ep_backend(a->kind);
-    EpWgradFp8Params p = {.a_format = w->a_format, .scales = w->scales};
+    EpWgradFp8Params p = {0};
     EpGemmParams *g = &p.gemm;
     if (!backend) return EP_EINVAL;
     EP_TRY(check_product(w, g));
     if (!backend->wgrad_fp8)
         return ep_error(EP_EINVAL, "operands on the CPU: the gradient of weights in FP8 runs on CUDA only");
-    const bool by_expert = w->scales == EP_SCALES_EXPERT;
     const int64_t N = g->n, K = g->k, L = g->num_experts, P = a->shape[1];
-    const int64_t num_scales = by_expert ? L : P / EP_TRANSPOSED_ROWS;
     const EpWanted wanted[] = {
         {"a", a, EP_U8, 2, {N, P, -1}},
         {"b", w->b, EP_U8, 2, {K, P, -1}},
-        {"scales of a", w->a_scale, EP_F32, 2, {num_scales, by_expert ? ep_gemm_num_blocks(g->n) : N, -1}},
-        {"scales of b", w->b_scale, EP_F32, 2, {num_scales, by_expert ? ep_gemm_num_blocks(g->k) : K, -1}},
+        {"scales of a", w->a_scale, EP_F32, 2, {L, ep_gemm_num_blocks(g->n), -1}},
+        {"scales of b", w->b_scale, EP_F32, 2, {L, ep_gemm_num_blocks(g->k), -1}},
         {"offsets", w->offsets, EP_I32, 1, {L + 1, -1, -1}},
         {"tile counter", w->tile_counter, EP_I64, 1, {1, -1, -1}},
         {"output", w->out, w->out->dtype, 3, {L, N, K}},

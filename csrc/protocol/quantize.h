@@ -28,15 +28,13 @@ typedef struct {
     uint32_t is_pow2;    /* scales are powers of two, see ep_quantize_pow2 */
 } EpQuantizeParams;
 
-/* The formats of 8-bit numbers. Their largest numbers are 448 = 1.75 * 2^8 and 57344 = 1.75 * 2^15. */
-typedef enum { EP_E4M3 = 0, EP_E5M2 = 1, EP_NUM_FP8_FORMATS } EpFp8Format;
 /* The scale of numbers of which `most` is the largest magnitude, at least EP_QUANTIZE_LEAST: the least power
- * of two that is not less than most / the largest number of the format. Infinity stays infinity. */
-EP_PURE float ep_quantize_pow2(float most, uint32_t format) {
+ * of two that is not less than most / 448, where 448 = 1.75 * 2^8. Infinity stays infinity. */
+EP_PURE float ep_quantize_pow2(float most) {
     uint32_t bits;
     memcpy(&bits, &most, 4);
     if (bits >= 0x7f800000u) return most;
-    bits = ((bits + 0x1fffffu) & 0x7f800000u) - ((format == EP_E5M2 ? 15u : 8u) << 23); /* mantissa > 1.75 */
+    bits = ((bits + 0x1fffffu) & 0x7f800000u) - (8u << 23); /* mantissa > 1.75 */
     memcpy(&most, &bits, 4);
     return most;
 }

@@ -4,8 +4,8 @@
  * Tensor cores of Hopper take operands of FP8 only with the contraction along memory. WGRAD contracts over
  * rows, so both of its operands are transposed. Transposed rows are [C][P]: number r of column c of the rows
  * is number p of line c. The rows of an expert take whole blocks of 128 numbers of a line, filled up with
- * zeros. Scales are powers of two: a block has one for each column, [P / 128][C], or an expert has one for
- * each 128 columns, [L][C / 128].
+ * zeros. All rows of an expert have one scale for each 128 columns, [L][C / 128], a power of two. So the
+ * tensor cores add up an expert without an intermediate scale.
  *
  * Expert e begins at block offsets[e] / 128 + e. So a kernel knows the place of an expert without the sizes
  * of the others. Between experts there may be a block that nobody writes or reads. */
@@ -14,7 +14,7 @@
 #include "protocol/quantize.h"
 #include "protocol/shape.h"
 
-/* The rows of a block: the numbers of the contraction that share a scale. */
+/* The rows of a block. */
 #define EP_TRANSPOSED_ROWS EP_GEMM_SCALE_BLOCK
 /* The blocks of num_rows rows of num_experts experts, whatever their sizes are: P / 128. */
 EP_PURE uint32_t ep_transposed_num_blocks(uint32_t num_rows, uint32_t num_experts) {
@@ -25,24 +25,19 @@ EP_PURE uint32_t ep_transposed_first_block(uint32_t first, uint32_t expert) {
     return first / EP_TRANSPOSED_ROWS + expert;
 }
 
-/* Rows to transposed rows. From 16 bits: q = x / scale, rounded, where the scale is that of the largest
- * magnitude of the block and column. From e4m3 with scales of powers of two: the scale is the largest one of
- * the block's 128 rows, or of the expert's rows, in these 128 columns, and q is the number times its scale /
- * that scale. This is exact, unless the number becomes subnormal. */
+/* Rows of e4m3 to transposed rows. The scale of an expert is the largest one of its rows in these 128
+ * columns, and q is the number times its scale / that scale. This is exact for powers of two, unless the
+ * number becomes subnormal. */
 typedef struct {
-    const void *x;                 /* [num_rows][num_cols] */
-    const float *x_scale;          /* of e4m3: see the strides below */
+    const uint8_t *x;              /* [num_rows][num_cols] */
+    const float *x_scale;          /* see the strides below */
     const int32_t *offsets;        /* [num_experts + 1] first row of each expert */
     uint8_t *q;                    /* [num_cols][P] */
-    float *scales;                 /* [P / 128][num_cols]; by_expert [num_experts][num_cols / 128] */
+    float *scales;                 /* [num_experts][num_cols / 128], rounded up */
     uint64_t scale_row, scale_col; /* from a row of x_scale to the next, and from 128 columns to the next */
     uint32_t num_rows, num_cols, num_experts;
-    uint32_t dtype;  /* EpDtype of x, or EP_TRANSPOSE_E4M3 */
-    uint32_t format; /* EpFp8Format of q; from e4m3 EP_E4M3 */
-    bool by_expert;  /* from e4m3 only */
 } EpTransposeParams;
-#define EP_TRANSPOSE_E4M3 EP_NUM_DTYPES
-#define EP_TRANSPOSED_LEAST 0x1p-126f /* the least scale from e4m3 */
+#define EP_TRANSPOSED_LEAST 0x1p-126f /* the least scale */
 
 /* Weights [num][n][k] to e4m3 with a scale for each block of 128 by 128, and the same numbers transposed. */
 typedef struct {
@@ -53,21 +48,10 @@ typedef struct {
     uint32_t dtype; /* EpDtype of x */
 } EpQuantizeWeightParams;
 
-/* The scales of a product. COLUMN: of each column and block. BLOCK: the same, but those of b are equal in
- * each 128 columns, as they are if b was made from e4m3. EXPERT: of each 128 columns of an expert. */
-typedef enum {
-    EP_SCALES_COLUMN = 0,
-    EP_SCALES_BLOCK = 1,
-    EP_SCALES_EXPERT = 2,
-    EP_NUM_WGRAD_SCALES
-} EpWgradScales;
-
-/* gemm.a is [N][P] of EpFp8Format a_format, gemm.b [K][P] of e4m3. */
+/* gemm.a is [N][P], gemm.b [K][P]. */
 typedef struct {
     EpGemmParams gemm;              /* kind: WGRAD */
-    const float *a_scale, *b_scale; /* [P / 128][N], [P / 128][K]; or [L][N / 128], [L][K / 128] */
-    uint32_t a_format;              /* EpFp8Format */
-    uint32_t scales;                /* EpWgradScales */
+    const float *a_scale, *b_scale; /* [L][N / 128], [L][K / 128], rounded up */
 } EpWgradFp8Params;
 
 /* An expert's rows of block `block`. num is 0 for a block between experts. */

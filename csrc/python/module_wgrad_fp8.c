@@ -2,18 +2,15 @@
  * ep_wgrad_fp8_methods. The bytes of FP8 numbers are tensors of uint8. */
 #include "python/module.h"
 
-/* (x, x_scale, offsets, q, scales, format, by_expert); see EpTranspose */
+/* (x, x_scale, offsets, q, scales); see EpTranspose */
 FAST(transpose_fp8) {
     EpTensor t[5];
     EpTranspose a = {0};
-    uint32_t by_expert;
     int code;
-    WANT(7);
+    WANT(5);
     const EpTensor **const to[] = {&a.x, &a.x_scale, &a.offsets, &a.q, &a.scales};
-    if (!ep_get_u32(args[5], &a.format) || !ep_get_u32(args[6], &by_expert)) return NULL;
-    a.by_expert = by_expert != 0;
     for (int i = 0; i < 5; i++)
-        if (!ep_get_tensor(args[i], i == 1, &t[i], to[i])) return NULL;
+        if (!ep_get_tensor(args[i], false, &t[i], to[i])) return NULL;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[0]);
     WITHOUT_LOCK(code = ep_transpose(&a, stream));
     return ep_done(code);
@@ -33,16 +30,14 @@ FAST(quantize_fp8_weight) {
     return ep_done(code);
 }
 
-/* (a, b, a_scale, b_scale, offsets, tile_counter, out, alpha, a_format, scales); see EpWgradFp8 */
+/* (a, b, a_scale, b_scale, offsets, tile_counter, out, alpha); see EpWgradFp8 */
 FAST(wgrad_fp8) {
     EpTensor t[7];
     EpWgradFp8 a = {0};
     int code;
-    WANT(10);
+    WANT(8);
     const EpTensor **const to[] = {&a.a, &a.b, &a.a_scale, &a.b_scale, &a.offsets, &a.tile_counter, &a.out};
-    if (!ep_get_double(args[7], &a.alpha) || !ep_get_u32(args[8], &a.a_format) ||
-        !ep_get_u32(args[9], &a.scales))
-        return NULL;
+    if (!ep_get_double(args[7], &a.alpha)) return NULL;
     for (int i = 0; i < 7; i++)
         if (!ep_get_tensor(args[i], i == 5, &t[i], to[i])) return NULL;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[0]);

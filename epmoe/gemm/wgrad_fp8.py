@@ -4,13 +4,10 @@ Tensor cores of Hopper take operands of FP8 only with the contraction along memo
 rows of an expert, so both operands are transposed: [C, P].  The rows of an expert take whole blocks of 128
 numbers of a line, filled up with zeros.  Expert e begins at block offsets[e] // 128 + e, so P =
 128 * (M // 128 + L) has room for all sizes of the experts.  There may be a block between two experts, which
-nobody writes or reads.  A block has a scale for each column, [P / 128, C], or an expert has one for each 128
-columns, [L, C / 128].  The product of the latter multiplies by scales only at its end, and so is faster.
+nobody writes or reads.  All rows of an expert have one scale for each 128 columns, [L, C / 128].
 
 The functions compute on detached tensors: they have no gradients.
 """
-
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,10 +16,6 @@ from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import mark_written
 from .grouped import FP8_BLOCK as BLOCK, aligned, rows_of_experts, tile_counter
-
-FORMATS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}  # EpFp8Format
-Scales: TypeAlias = Literal["column", "block", "expert"]
-_SCALES: dict[Scales, int] = {"column": 0, "block": 1, "expert": 2}  # EpWgradScales
 
 
 def num_transposed_blocks(num_rows: int, num_experts: int) -> int:
@@ -35,66 +28,55 @@ def blocks_of_experts(offsets: Tensor, num_rows: int) -> list[tuple[int, int, in
     return [(e, begin, end, begin // BLOCK + e) for e, begin, end in rows_of_experts(offsets, num_rows)]
 
 
-def _bytes_of(t: Tensor, dtypes: dict[torch.dtype, int], name: str) -> Tensor:
-    if t.dtype not in dtypes:
-        raise TypeError(f"{name}: wanted {' or '.join(map(str, dtypes))}, got {t.dtype}")
+def _bytes_of(t: Tensor, name: str) -> Tensor:
+    if t.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"{name}: wanted torch.float8_e4m3fn, got {t.dtype}")
     return aligned(t.detach().contiguous()).view(torch.uint8)
 
 
-def quantize_fp8_transposed(x: Tensor, offsets: Tensor, scales: Tensor | None = None,
-                            dtype: torch.dtype = torch.float8_e4m3fn,
-                            by_expert: bool = False) -> tuple[Tensor, Tensor]:
-    """Transpose rows for grouped_wgrad_fp8, and quantise them if they are not of FP8 yet.
+def transpose_fp8(x: Tensor, x_scale: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Transpose rows of FP8 for grouped_wgrad_fp8.
 
-    Rows of 16 or 32 bits are quantised with a scale for each column of a block of 128 rows: the least power
-    of two that is not less than the largest magnitude / the largest number of dtype.  Rows of e4m3 have
-    scales for each 128 numbers of a row already.  The 128 rows of a block, or all rows of an expert, then get
-    the largest scale among them: a number is multiplied by its old scale / the new one, which is exact if
-    both are powers of two, as those of quantize_fp8(..., pow2=True) are, and if it does not become subnormal.
-    Numbers of e4m3 span 2^15 without becoming subnormal.  The CPU and CUDA give the same bits.
+    All rows of an expert get the largest of their scales in each 128 columns: a number is multiplied by its
+    old scale / the new one.  That is exact if both are powers of two, as those of quantize_fp8(...,
+    pow2=True) are, and if it does not become subnormal.  Numbers of e4m3 span 2^15 without becoming
+    subnormal.  The CPU and CUDA give the same bits.
 
     Args:
-        x: [M, C] rows grouped by expert, float32, bfloat16, float16, or float8_e4m3fn with scales.  On a GPU,
-            C is a multiple of 16.
+        x: [M, C] float8_e4m3fn, rows grouped by expert.  On a GPU, C is a multiple of 16.
+        x_scale: [M, ceil(C / 128)] float32, of any strides, as quantize_fp8 returns them.
         offsets: [L + 1] int32 on x's device: where each expert's rows begin.
-        scales: For float8_e4m3fn [M, ceil(C / 128)] float32, of any strides, as quantize_fp8 returns them.
-        dtype: torch.float8_e4m3fn, or torch.float8_e5m2 for x without scales.
-        by_expert: The rows of an expert share a scale, for x with scales.
 
     Returns:
-        A tuple (q, scales): [C, P] of dtype, where P = 128 * (M // 128 + L), and [P / 128, C] float32, with
-            by_expert [L, ceil(C / 128)].  Rows that belong to no expert are not read.  Blocks that belong to
-            no expert are undefined.
+        A tuple (q, scales): [C, P] float8_e4m3fn, where P = 128 * (M // 128 + L), and [L, ceil(C / 128)]
+            float32.  Rows that belong to no expert are not read.  Blocks that belong to no expert are
+            undefined.
 
     Raises:
         ValueError: For wrong shapes or devices.
         TypeError: For wrong dtypes.
 
     Examples:
+        >>> import epmoe
         >>> import torch
-        >>> from epmoe.gemm.wgrad_fp8 import quantize_fp8_transposed
+        >>> from epmoe.gemm.wgrad_fp8 import transpose_fp8
         >>> x, offsets = torch.full((3, 16), 14.0), torch.tensor([0, 1, 3], dtype=torch.int32)
-        >>> q, scales = quantize_fp8_transposed(x, offsets)
+        >>> q, scales = transpose_fp8(*epmoe.quantize_fp8(x, pow2=True), offsets)
         >>> q.shape, q[0, 128:131].tolist(), scales[1, 0].item()  # expert 1 has two rows, in block 1
         (torch.Size([16, 256]), [448.0, 448.0, 0.0], 0.03125)
     """
-    if dtype not in FORMATS:
-        raise TypeError(f"dtype: wanted {' or '.join(map(str, FORMATS))}, got {dtype}")
     if x.dim() != 2 or offsets.dim() != 1 or not len(offsets):
         raise ValueError(f"wanted rows [M, C] and offsets [L + 1], got {list(x.shape)} and "
                          f"{list(offsets.shape)}")
-    num_blocks = num_transposed_blocks(len(x), len(offsets) - 1)
-    q = torch.empty(x.shape[1], num_blocks * BLOCK, dtype=dtype, device=x.device)
-    size = (len(offsets) - 1, -(-x.shape[1] // BLOCK)) if by_expert else (num_blocks, x.shape[1])
-    out = torch.empty(size, dtype=torch.float32, device=x.device)
-    rows = aligned(x.detach().contiguous())
-    if scales is not None:
-        rows, scales = _bytes_of(rows, {torch.float8_e4m3fn: 0}, "rows with scales"), scales.detach()
+    rows = _bytes_of(x, "rows")
+    num_experts = len(offsets) - 1
+    q = torch.empty(x.shape[1], num_transposed_blocks(len(x), num_experts) * BLOCK,
+                    dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_experts, -(-x.shape[1] // BLOCK), dtype=torch.float32, device=x.device)
     if x.device.type == "cpu":
         rows_of_experts(offsets, len(x))  # raises
-    _C.transpose_fp8(rows, scales, aligned(offsets.contiguous()), q.view(torch.uint8), out, FORMATS[dtype],
-                     by_expert)
-    return q, out
+    _C.transpose_fp8(rows, x_scale.detach(), aligned(offsets.contiguous()), q.view(torch.uint8), scales)
+    return q, scales
 
 
 def quantize_fp8_weight_pair(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -136,23 +118,20 @@ def quantize_fp8_weight_pair(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def _wgrad_by_torch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, out: Tensor,
-                    alpha: float, by_expert: bool) -> None:
+                    alpha: float) -> None:
     """Multiply by torch, for any device.  The host reads the offsets.
 
-    As in the kernel, the products of a block are added up first; their sum is multiplied by both scales and
-    added in float32.  Scales that are powers of two may be applied in any order.
+    Scales that are powers of two may be applied in any order.
     """
-    if by_expert:
-        a_scale = a_scale.repeat_interleave(BLOCK, 1)[:, :len(a)]
-        b_scale = b_scale.repeat_interleave(BLOCK, 1)[:, :len(b)]
+    of_a = a_scale.repeat_interleave(BLOCK, 1)[:, :len(a)]
+    of_b = b_scale.repeat_interleave(BLOCK, 1)[:, :len(b)]
     most = (a.shape[1] // BLOCK - out.shape[0] + 1) * BLOCK - 1  # the most rows for which lines are that long
     with torch.autocast(a.device.type, enabled=False):
         for e, begin, end, first in blocks_of_experts(offsets, most):
+            factor = of_a[e, :, None] * of_b[e]
             total = torch.zeros(out.shape[1:], dtype=torch.float32, device=a.device)
             for block in range(first, first - (begin - end) // BLOCK):
                 part = slice(block * BLOCK, (block + 1) * BLOCK)
-                i = e if by_expert else block
-                factor = a_scale[i, :, None] * b_scale[i]
                 total += a[:, part].float() @ b[:, part].float().t() * factor
             if out.dtype != torch.float32:
                 out[e] = total
@@ -162,25 +141,22 @@ def _wgrad_by_torch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs
 
 def grouped_wgrad_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor,
                       out_dtype: torch.dtype = torch.bfloat16, *, out: Tensor | None = None,
-                      alpha: float = 1.0, scales: Scales = "column") -> Tensor:
-    """Compute the gradient of weights from two operands of quantize_fp8_transposed.
+                      alpha: float = 1.0) -> Tensor:
+    """Compute the gradient of weights from two results of transpose_fp8.
 
-    The products of a block of 128 rows are added up, and their sum, multiplied by the scales of both columns,
-    is added in float32.  With scales of experts, the tensor cores of Hopper add up all rows of an expert.  On
-    Hopper a kernel computes this; elsewhere torch does, one product for each block.
+    The tensor cores of Hopper add up all rows of an expert.  On other devices torch computes this, one
+    product for each block of 128 rows.
 
     Args:
-        a: [N, P] float8_e4m3fn or float8_e5m2: the gradient of the product's output, transposed.
-        a_scale: [P / 128, N] float32; for scales="expert" [L, ceil(N / 128)].
+        a: [N, P] float8_e4m3fn: the gradient of the product's output, transposed.
+        a_scale: [L, ceil(N / 128)] float32.
         b: [K, P] float8_e4m3fn: the product's input, transposed.
-        b_scale: [P / 128, K] float32; for scales="expert" [L, ceil(K / 128)].
-        offsets: [L + 1] int32: as for quantize_fp8_transposed.
+        b_scale: [L, ceil(K / 128)] float32.
+        offsets: [L + 1] int32: as for transpose_fp8.
         out_dtype: torch.bfloat16 or torch.float16, if there is no out.
         out: None, or [L, N, K] float32, contiguous and aligned to 16 bytes, as main_grad: alpha times the
             result is added to it.
         alpha: A factor of what is added to out.
-        scales: "expert", if both operands were made by_expert; "block", if each 128 columns of b_scale are
-            equal, as they are if b was made from rows of float8_e4m3fn; otherwise "column", which is slowest.
 
     Returns:
         [L, N, K] of out_dtype, zeros for an expert without rows; or out.
@@ -190,17 +166,17 @@ def grouped_wgrad_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, of
         TypeError: For wrong dtypes.
 
     Examples:
+        >>> import epmoe
         >>> import torch
-        >>> from epmoe.gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_transposed
+        >>> from epmoe.gemm.wgrad_fp8 import grouped_wgrad_fp8, transpose_fp8
         >>> offsets = torch.tensor([0, 3], dtype=torch.int32)
         >>> dy, x = torch.ones(3, 16), torch.full((3, 32), 2.0)
-        >>> factors = *quantize_fp8_transposed(dy, offsets), *quantize_fp8_transposed(x, offsets)
-        >>> grad = grouped_wgrad_fp8(*factors, offsets)
+        >>> a, b = (transpose_fp8(*epmoe.quantize_fp8(t, pow2=True), offsets) for t in (dy, x))
+        >>> grad = grouped_wgrad_fp8(*a, *b, offsets)
         >>> grad.shape, grad[0, 0, 0].item()
         (torch.Size([1, 16, 32]), 6.0)
     """
-    bytes_a = _bytes_of(a, FORMATS, "a")
-    bytes_b = _bytes_of(b, {torch.float8_e4m3fn: 0}, "b")
+    bytes_a, bytes_b = _bytes_of(a, "a"), _bytes_of(b, "b")
     if out is not None and out.dtype != torch.float32:
         raise TypeError(f"out: wanted float32, got {out.dtype}")
     if out is None and out_dtype not in (torch.bfloat16, torch.float16):
@@ -209,8 +185,7 @@ def grouped_wgrad_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, of
         out = torch.empty(len(offsets) - 1, len(a), len(b), dtype=out_dtype, device=a.device)
     if a.device.type == "cuda" and _C.HAS_CUDA and capabilities(a.device).has_hopper:
         mark_written((out,))
-        _C.wgrad_fp8(bytes_a, bytes_b, a_scale, b_scale, offsets, tile_counter(a), out, alpha,
-                     FORMATS[a.dtype], _SCALES[scales])
+        _C.wgrad_fp8(bytes_a, bytes_b, a_scale, b_scale, offsets, tile_counter(a), out, alpha)
     else:
-        _wgrad_by_torch(a, a_scale, b, b_scale, offsets, out, alpha, scales == "expert")
+        _wgrad_by_torch(a, a_scale, b, b_scale, offsets, out, alpha)
     return out

@@ -38,7 +38,7 @@ from ..comm.error_propagation import reporting
 from ..gemm.grouped import FP8_BLOCK, Kernel, as_kernel, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
-from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_transposed, quantize_fp8_weight_pair
+from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transpose_fp8
 from ..torch_modes import check_mode, requires_grad
 from .experts import Weights, as_float32, expert_of_row
 
@@ -145,10 +145,8 @@ class Fp8Factors(Factors):
     def product(self, out: Tensor | None = None, scale: float = 1) -> Tensor:
         """Return the gradient [L, N, K], or add it, times scale, to out of float32 and return that."""
         a, b, offsets, a_scale, b_scale = self.tensors
-        a_t, a_t_scale = quantize_fp8_transposed(a, offsets, a_scale, by_expert=True)
-        b_t, b_t_scale = quantize_fp8_transposed(b, offsets, b_scale, by_expert=True)
-        return grouped_wgrad_fp8(a_t, a_t_scale, b_t, b_t_scale, offsets, self.dtype, out=out, alpha=scale,
-                                 scales="expert")
+        return grouped_wgrad_fp8(*transpose_fp8(a, a_scale, offsets), *transpose_fp8(b, b_scale, offsets),
+                                 offsets, self.dtype, out=out, alpha=scale)
 
     def add_to(self, out: Tensor, scale: float) -> None:
         if out.dtype == torch.float32:

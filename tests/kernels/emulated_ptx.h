@@ -363,15 +363,15 @@ EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
 EP_PTX uint64_t ep_wgmma_desc_rows(uint32_t smem, uint32_t stride) {
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(stride >> 4) << 32 | 1ull << 62;
 }
-static float ep_widen_fp8(uint8_t byte, bool e5m2) {
-    return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, e5m2 ? __NV_E5M2 : __NV_E4M3)));
+static float ep_widen_fp8(uint8_t e4m3) {
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(e4m3, __NV_E4M3)));
 }
 /* Return element k (of 32) of the contraction dimension in row mn of a K-major tile of FP8. */
-static float ep_operand_fp8(uint64_t desc, uint32_t mn, uint32_t k, bool e5m2) {
+static float ep_operand_fp8(uint64_t desc, uint32_t mn, uint32_t k) {
     const uint32_t start = (uint32_t)(desc & 0x3fff) << 4;
     const uint32_t stride = (uint32_t)(desc >> 32 & 0x3fff) << 4;
     const uint8_t byte = *ep_at(ep_swizzle(start + mn / 8 * stride + mn % 8 * 128 + k), 1);
-    return ep_widen_fp8(byte, e5m2);
+    return ep_widen_fp8(byte);
 }
 /* Return element k (of 16) of the contraction dimension in row mn of the tile with this descriptor. */
 static float ep_operand(uint64_t desc, uint32_t mn, uint32_t k, bool trans, bool f16) {
@@ -390,13 +390,12 @@ struct EpProduct {
     uint64_t a, b;
     bool add, f16, trans_a, trans_b, fp8;
     const uint32_t *rows; /* instead of a: the lane's registers */
-    bool e5m2;            /* the rows */
 };
 static thread_local std::deque<std::vector<EpProduct>> ep_groups(1);
 /* Element k of row lane / 4 + 8 * i, which one of four lanes has in its registers. */
-static float ep_row_fp8(const uint32_t (*of_lane)[4], uint32_t i, uint32_t k, bool e5m2) {
+static float ep_row_fp8(const uint32_t (*of_lane)[4], uint32_t i, uint32_t k) {
     const uint32_t word = of_lane[threadIdx.x % 32 / 4 * 4 + k % 16 / 4][i + k / 16 * 2];
-    return ep_widen_fp8((uint8_t)(word >> k % 4 * 8), e5m2);
+    return ep_widen_fp8((uint8_t)(word >> k % 4 * 8));
 }
 static float ep_row_16(const uint32_t (*of_lane)[4], uint32_t i, uint32_t k, bool f16) {
     const uint32_t word = of_lane[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][i + k / 8 * 2];
@@ -415,16 +414,15 @@ static void ep_execute(const EpProduct &p) {
     }
     for (uint32_t i = 0; i < 2; i++)
         for (uint32_t k = 0; k < num_k; k++)
-            a[i][k] = p.rows && p.fp8 ? ep_row_fp8(rows, i, k, p.e5m2)
+            a[i][k] = p.rows && p.fp8 ? ep_row_fp8(rows, i, k)
                       : p.rows        ? ep_row_16(rows, i, k, p.f16)
-                      : p.fp8         ? ep_operand_fp8(p.a, row + 8 * i, k, p.e5m2)
+                      : p.fp8         ? ep_operand_fp8(p.a, row + 8 * i, k)
                                       : ep_operand(p.a, row + 8 * i, k, p.trans_a, p.f16);
     for (uint32_t i = 0; i < p.n / 4; i++) {
         const uint32_t col = i / 2 * 8 + lane % 4 * 2 + i % 2;
         float sum[2] = {0, 0};
         for (uint32_t k = 0; k < num_k; k++) {
-            const float b =
-                p.fp8 ? ep_operand_fp8(p.b, col, k, false) : ep_operand(p.b, col, k, p.trans_b, p.f16);
+            const float b = p.fp8 ? ep_operand_fp8(p.b, col, k) : ep_operand(p.b, col, k, p.trans_b, p.f16);
             sum[0] += a[0][k] * b;
             sum[1] += a[1][k] * b;
         }
@@ -444,11 +442,11 @@ template <int N> EP_PTX void ep_wgmma_wait(void) {
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&)[N]) {}
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
                                                                           uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0, false, NULL, false});
+    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0, false, NULL});
 }
 template <int N, bool F16>
 EP_PTX void ep_wgmma_rows(float (&d)[N / 2], const uint32_t *a, uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, 0, b, add != 0, F16, false, false, false, a, false});
+    ep_groups.back().push_back({d, N, 0, b, add != 0, F16, false, false, false, a});
 }
 /* Each lane shows the others its registers. */
 template <bool F16> EP_PTX void ep_mma(float *d, const uint32_t *a, const uint32_t *b) {
@@ -466,16 +464,10 @@ template <bool F16> EP_PTX void ep_mma(float *d, const uint32_t *a, const uint32
     __syncwarp();
 }
 template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true, NULL, false});
+    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true, NULL});
 }
 EP_PTX void ep_wgmma_e4m3_rows(float (&d)[64], const uint32_t *a, uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, 128, 0, b, add != 0, false, false, false, true, a, false});
-}
-template <int N> EP_PTX void ep_wgmma_e5m2(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true, NULL, true});
-}
-EP_PTX void ep_wgmma_e5m2_rows(float (&d)[64], const uint32_t *a, uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, 128, 0, b, add != 0, false, false, false, true, a, true});
+    ep_groups.back().push_back({d, 128, 0, b, add != 0, false, false, false, true, a});
 }
 
 #endif /* EP_PTX_CUH */

@@ -1,8 +1,7 @@
 /* wgmma.cuh - the products of the tensor cores of sm_90a: one function for each instruction; see ptx.cuh.
  *
  * Exports ep_wgmma_desc, ep_wgmma_desc_rows, ep_wgmma_fence, ep_wgmma_commit, ep_wgmma_wait,
- * ep_wgmma_keep_order, ep_wgmma, ep_wgmma_rows, ep_wgmma_e4m3 and ep_wgmma_e4m3_rows, and the last two for
- * rows of e5m2. */
+ * ep_wgmma_keep_order, ep_wgmma, ep_wgmma_rows, ep_wgmma_e4m3 and ep_wgmma_e4m3_rows. */
 #ifndef EP_WGMMA_CUH
 #define EP_WGMMA_CUH
 #include "kernels/arch/ptx.cuh"
@@ -153,29 +152,6 @@ template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64
 EP_PTX void ep_wgmma_e4m3_rows(float (&d)[64], const uint32_t *a, uint64_t b, uint32_t add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" EP_R64 "}, "
-                 "{%64, %65, %66, %67}, %68, p, 1, 1;\n}"
-                 : EP_D32(0), EP_D32(32)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-/* Both of them with rows of e5m2. */
-template <int N> EP_PTX void ep_wgmma_e5m2(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
-    static_assert(N == 128 || N == 256, "an N that a kernel has");
-    if constexpr (N == 128)
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3 {" EP_R64
-                     "}, %64, %65, p, 1, 1;\n}"
-                     : EP_D32(0), EP_D32(32)
-                     : "l"(a), "l"(b), "r"(add));
-    else
-        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-                     "wgmma.mma_async.sync.aligned.m64n256k32.f32.e5m2.e4m3 {" EP_R128
-                     "}, %128, %129, p, 1, 1;\n}"
-                     : EP_D32(0), EP_D32(32), EP_D32(64), EP_D32(96)
-                     : "l"(a), "l"(b), "r"(add));
-}
-EP_PTX void ep_wgmma_e5m2_rows(float (&d)[64], const uint32_t *a, uint64_t b, uint32_t add) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e5m2.e4m3 {" EP_R64 "}, "
                  "{%64, %65, %66, %67}, %68, p, 1, 1;\n}"
                  : EP_D32(0), EP_D32(32)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));

@@ -13,8 +13,8 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 #endif
 }
 
-template <bool F16, bool ADDS, uint32_t A_FORMAT, uint32_t SCALES> static EpClusterKernel wgrad_fp8_row() {
-    typedef EpWgradFp8Config<F16, ADDS, A_FORMAT, SCALES> C;
+template <bool F16, bool ADDS> static EpClusterKernel wgrad_fp8_row() {
+    typedef EpWgradFp8Config<F16, ADDS> C;
     return {(const void *)wgrad_fp8_gemm_kernel<C>,
             0,
             C::KIND,
@@ -24,21 +24,9 @@ template <bool F16, bool ADDS, uint32_t A_FORMAT, uint32_t SCALES> static EpClus
             C::SMEM_BYTES,
             {}};
 }
-/* By the format of a, and by EpWgradScales. */
-#define EP_ROWS_OF(F16, ADDS, A_FORMAT)                         \
-    {                                                           \
-        wgrad_fp8_row<F16, ADDS, A_FORMAT, EP_SCALES_COLUMN>(), \
-        wgrad_fp8_row<F16, ADDS, A_FORMAT, EP_SCALES_BLOCK>(),  \
-        wgrad_fp8_row<F16, ADDS, A_FORMAT, EP_SCALES_EXPERT>(), \
-    }
-#define EP_ROWS(F16, ADDS)              \
-    {                                   \
-        EP_ROWS_OF(F16, ADDS, EP_E4M3), \
-        EP_ROWS_OF(F16, ADDS, EP_E5M2), \
-    }
 /* By the output: bf16, fp16, or fp32 that is added to. */
-static EpClusterKernel kernels[3][EP_NUM_FP8_FORMATS][EP_NUM_WGRAD_SCALES] = {
-    EP_ROWS(false, false), EP_ROWS(true, false), EP_ROWS(false, true)};
+static EpClusterKernel kernels[] = {wgrad_fp8_row<false, false>(), wgrad_fp8_row<true, false>(),
+                                    wgrad_fp8_row<false, true>()};
 
 extern "C" int ep_launch_wgrad_fp8(const EpWgradFp8Params *p, void *stream) {
     const EpGemmParams *g = &p->gemm;
@@ -47,7 +35,7 @@ extern "C" int ep_launch_wgrad_fp8(const EpWgradFp8Params *p, void *stream) {
     int e = ep_capabilities(&c);
     if (e || g->num_experts == 0) return e;
     if (!c.has_hopper) return (int)cudaErrorNotSupported;
-    EpClusterKernel *k = &kernels[g->accumulates ? 2 : g->is_f16][p->a_format][p->scales];
+    EpClusterKernel *k = &kernels[g->accumulates ? 2 : g->is_f16];
     e = ep_load_kernel(k, &max_ctas);
     if (e) return e;
     EpWgradFp8Params q = *p;

@@ -3,8 +3,7 @@
  *
  * out[e] = a * b^T over the blocks of expert e, where a [N][P] and b [K][P] are transposed rows
  * (protocol/wgrad_fp8.h). Tiles and pairs of CTAs are those of gemm.cuh. A stage is a block of 128 numbers of
- * the contraction. With scales of blocks, the producer copies those of a block into the slot of the stage, by
- * bulk copies, so no warp loads scales.
+ * the contraction.
  *
  * Exports EpWgradFp8Config, ep_wgrad_produce_tiles and ep_wgrad_write_zeros. */
 #ifndef EP_GEMM_WGRAD_PRODUCE_CUH
@@ -12,38 +11,23 @@
 #include "kernels/gemm/gemm.cuh"
 #include "protocol/wgrad_fp8.h"
 
-template <bool F16, bool ADDS, uint32_t A_FORMAT_, uint32_t SCALES_>
-struct EpWgradFp8Config : EpGemmConfig<EP_GEMM_WGRAD, 256, EP_ACT_NONE, F16> {
-    typedef EpGemmConfig<EP_GEMM_WGRAD, 256, EP_ACT_NONE, F16> Of16Bits;
-    typedef EpGemmConfig<EP_GEMM_WGRAD, 128, EP_ACT_NONE, F16> Piece;
-    static constexpr bool FP8 = true, BY_BLOCK = true, IS_MEGA = true, ACCUMULATES = ADDS;
-    static constexpr uint32_t A_FORMAT = A_FORMAT_; /* EpFp8Format of a */
-    static constexpr uint32_t SCALES = SCALES_;     /* EpWgradScales */
-    static constexpr bool HAS_SLOTS = SCALES != EP_SCALES_EXPERT;
+template <bool F16, bool ADDS> struct EpWgradFp8Config : EpGemmConfig<EP_GEMM_WGRAD, 256, EP_ACT_NONE, F16> {
+    static constexpr bool FP8 = true, BY_BLOCK = true, ACCUMULATES = ADDS;
     static constexpr int TRANS_A = false, TRANS_B = false;
     static constexpr int BOX_K = EP_TRANSPOSED_ROWS, BK = BOX_K;
-    /* bytes: the scales of a block, those of the tile's rows and those of its columns */
-    static constexpr int SCALE_SLOT = HAS_SLOTS ? 4 * (Of16Bits::BM + 256) : 0;
-    static constexpr int SCALE_BYTES = Of16Bits::STAGES * SCALE_SLOT;
-    static constexpr int SMEM_BYTES = Of16Bits::SMEM_BYTES + SCALE_BYTES;
-    static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
-    static_assert(Of16Bits::SMEM_BYTES % 16 == 0, "a bulk copy needs an address that is a multiple of 16");
     static constexpr int PRODUCER_REGS = 40, MMA_REGS = 232;
 };
 
 /* ---- the producer ---- */
 
 /* Load a block of a tile, whose first number of the contraction is `at`: both operands, of which the pair
- * shares one, and this CTA's scales. */
-template <typename C>
-EP_PTX void ep_wgrad_load_stage(const EpWgradFp8Params *p, const EpGemmTile *t, uint32_t at, uint32_t smem,
-                                uint32_t bar, uint32_t slot, const CUtensorMap *map_a,
-                                const CUtensorMap *map_b) {
+ * shares one. */
+template <typename C> EP_PTX void ep_wgrad_load_stage(const EpGemmTile *t, uint32_t at, uint32_t smem,
+                                                      uint32_t bar, const CUtensorMap *map_a,
+                                                      const CUtensorMap *map_b) {
     const int32_t k = (int32_t)at, row = (int32_t)t->row0, col = (int32_t)t->col0;
     const uint32_t rank = ep_cluster_rank(), num_a = (t->num_rows + 63) / 64;
-    const uint32_t num_cols = t->col0 < p->gemm.k ? min(256u, p->gemm.k - t->col0) : 0;
-    const uint32_t num_scales = C::HAS_SLOTS ? t->num_rows + num_cols : 0;
-    ep_mbar_arrive_expect(bar, num_a * EP_GEMM_BOX + C::B_SLAB + 4 * num_scales);
+    ep_mbar_arrive_expect(bar, num_a * EP_GEMM_BOX + C::B_SLAB);
     if (t->shares_rows) {
         if (rank < num_a)
             ep_tma_load_2d<true>(smem + rank * EP_GEMM_BOX, map_a, bar, k, row + 64 * (int32_t)rank);
@@ -55,19 +39,12 @@ EP_PTX void ep_wgrad_load_stage(const EpWgradFp8Params *p, const EpGemmTile *t, 
         ep_tma_load_2d<true>(smem + C::A_BYTES + rank * (C::B_SLAB / 2), map_b, bar, k,
                              col + 128 * (int32_t)rank);
     }
-    if constexpr (C::HAS_SLOTS) {
-        const uint64_t block = at / EP_TRANSPOSED_ROWS;
-        ep_bulk_load(slot, p->a_scale + (block * p->gemm.n + t->row0), 4 * t->num_rows, bar);
-        if (num_cols)
-            ep_bulk_load(slot + 4 * C::BM, p->b_scale + (block * p->gemm.k + t->col0), 4 * num_cols, bar);
-    }
 }
 
 /* The producer's loop, as ep_gemm_produce_tiles. The tile of an expert without rows uses one stage, which
  * contains only its info. */
-template <typename C> EP_PTX void ep_wgrad_produce_tiles(const EpWgradFp8Params *p, const EpGemmShared *s,
+template <typename C> EP_PTX void ep_wgrad_produce_tiles(const EpGemmParams *g, const EpGemmShared *s,
                                                          const CUtensorMap *map_a, const CUtensorMap *map_b) {
-    const EpGemmParams *g = &p->gemm;
     uint32_t num_done = 0, drawn = 0xffffffffu;
     EpGemmTileScheduler sched = {0};
     EpRing ring = {0, 1};
@@ -85,9 +62,8 @@ template <typename C> EP_PTX void ep_wgrad_produce_tiles(const EpWgradFp8Params 
             ep_gemm_wait<C>(s->empty + 8 * ring.stage, ring.parity, g->limit_ns);
             if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
             else
-                ep_wgrad_load_stage<C>(p, &t, t.k0, s->stages + ring.stage * C::STAGE_BYTES,
-                                       s->full + 8 * ring.stage, ep_gemm_slot<C>(s, ring.stage), map_a,
-                                       map_b);
+                ep_wgrad_load_stage<C>(&t, t.k0, s->stages + ring.stage * C::STAGE_BYTES,
+                                       s->full + 8 * ring.stage, map_a, map_b);
             if (is_first && ep_cluster_rank() == 0) drawn = ep_next_tile_send<C>(g, s, num_done);
             is_first = false;
             t.k0 += C::BK;

@@ -1,7 +1,7 @@
-/* transpose.cuh - FP8 with the contraction along memory: rows and weights, quantised and transposed; see
+/* transpose.cuh - FP8 with the contraction along memory: rows, transposed, and weights, also quantised; see
  * protocol/wgrad_fp8.h.
  *
- * A CTA has a block of 128 rows and 128 columns (from e4m3: two, next to each other). A thread has 8 or 16
+ * A CTA has a block of 128 rows and 128 columns (of rows: two, next to each other). A thread has 8 or 16
  * consecutive rows of 8 or 16 columns, in registers: it transposes them there, so no byte passes through
  * shared memory. All loads of a thread are in flight at once. 8 lanes read 128 bytes of a row; 4 lanes write
  * 64 bytes of a line of the result.
@@ -75,7 +75,7 @@ EP_FN EpTransposeTask ep_transpose_task(uint32_t num_blocks, uint32_t num_cols, 
     return {first + i % group, i / group * cols};
 }
 
-/* ---- from 16 or 32 bits ---- */
+/* ---- weights, from 16 or 32 bits ---- */
 
 /* The rows of a thread, so that its numbers take 64 registers; its place in the block; the warps of a CTA. */
 template <int DTYPE> struct EpTransposeConfig {
@@ -94,23 +94,21 @@ template <int DTYPE, int ROWS> EP_FN void ep_transpose_read(EpEight<DTYPE> (&x)[
     for (int i = 0; i < ROWS; i++, at += pitch)
         x[i] = ep_read_eight<DTYPE, true>(from, at, (uint32_t)i < num_rows ? 8 : 0);
 }
-/* The largest magnitude of each column of a thread, without NaN. */
-template <int DTYPE, int ROWS> EP_FN void ep_transpose_most(const EpEight<DTYPE> (&x)[ROWS],
-                                                            float (&most)[8]) {
-#pragma unroll
-    for (int j = 0; j < 8; j++) most[j] = EP_QUANTIZE_LEAST;
+/* The largest magnitude of a thread's numbers, without NaN. */
+template <int DTYPE, int ROWS> EP_FN float ep_transpose_most(const EpEight<DTYPE> (&x)[ROWS]) {
+    float most = EP_QUANTIZE_LEAST;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         float f[8];
         EpEight<DTYPE>::unpack(x[i], f);
 #pragma unroll
-        for (int j = 0; j < 8; j++) most[j] = fmaxf(most[j], fabsf(f[j]));
+        for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(f[j]));
     }
+    return most;
 }
-/* Each number times the number of its column in `inverse`, rounded. */
-template <int DTYPE, int ROWS, uint32_t FORMAT>
-EP_FN void ep_transpose_quantize(const EpEight<DTYPE> (&x)[ROWS], const float (&inverse)[8],
-                                 uint32_t (&q)[ROWS][2]) {
+/* Each number times inverse, rounded. */
+template <int DTYPE, int ROWS>
+EP_FN void ep_transpose_quantize(const EpEight<DTYPE> (&x)[ROWS], float inverse, uint32_t (&q)[ROWS][2]) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         float f[8];
@@ -119,53 +117,12 @@ EP_FN void ep_transpose_quantize(const EpEight<DTYPE> (&x)[ROWS], const float (&
 #pragma unroll
         for (int j = 0; j < 4; j++)
             pair[j] = __nv_cvt_float2_to_fp8x2(
-                make_float2(__fmul_rn(f[2 * j], inverse[2 * j]), __fmul_rn(f[2 * j + 1], inverse[2 * j + 1])),
-                __NV_SATFINITE, FORMAT == EP_E5M2 ? __NV_E5M2 : __NV_E4M3);
+                make_float2(__fmul_rn(f[2 * j], inverse), __fmul_rn(f[2 * j + 1], inverse)), __NV_SATFINITE,
+                __NV_E4M3);
         q[i][0] = pair[0] | pair[1] << 16;
         q[i][1] = pair[2] | pair[3] << 16;
     }
 }
-
-template <int DTYPE, uint32_t FORMAT>
-__global__ void __launch_bounds__(32 * EpTransposeConfig<DTYPE>::WARPS,
-                                  EP_TRANSPOSE_CTAS *EpTransposeConfig<DTYPE>::ROWS / 16)
-    transpose_kernel(const __grid_constant__ EpTransposeParams p) {
-    constexpr int ROWS = EpTransposeConfig<DTYPE>::ROWS, PARTS = 32 / ROWS; /* warps that share columns */
-    __shared__ float part[PARTS][EP_TRANSPOSED_ROWS];
-    const uint32_t num_blocks = ep_transposed_num_blocks(p.num_rows, p.num_experts);
-    const EpTransposeTask t = ep_transpose_task(num_blocks, p.num_cols, EP_TRANSPOSED_ROWS);
-    const EpTransposedBlock b = ep_transpose_find(&p, t.block);
-    const uint32_t row = ep_transpose_row<DTYPE>(), in_block = ep_transpose_col(), col = t.col + in_block;
-    if (b.num == 0) return;
-    const bool exists = col < p.num_cols;
-    EpEight<DTYPE> x[ROWS];
-    ep_transpose_read<DTYPE, ROWS>(x, p.x, (uint64_t)(b.row + row) * p.num_cols + col, p.num_cols,
-                                   exists && row < b.num ? b.num - row : 0);
-    float most[8];
-    ep_transpose_most<DTYPE, ROWS>(x, most);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        most[j] = fmaxf(most[j], __shfl_xor_sync(EP_FULL, most[j], 8));
-        most[j] = fmaxf(most[j], __shfl_xor_sync(EP_FULL, most[j], 16));
-        if (ep_lane() < 8) part[threadIdx.x / 64][in_block + j] = most[j];
-    }
-    __syncthreads();
-    if (!exists) return;
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) most[j] = fmaxf(most[j], part[i][in_block + j]);
-        const float scale = ep_quantize_pow2(most[j], FORMAT);
-        if (row == 0) p.scales[(uint64_t)t.block * p.num_cols + col + j] = scale;
-        most[j] = ep_quantize_pow2_inverse(scale);
-    }
-    uint32_t q[ROWS][2];
-    const uint64_t size = (uint64_t)num_blocks * EP_TRANSPOSED_ROWS;
-    ep_transpose_quantize<DTYPE, ROWS, FORMAT>(x, most, q);
-    ep_transpose_write<ROWS, 2>(q, p.q + col * size + (uint64_t)t.block * EP_TRANSPOSED_ROWS + row, size);
-}
-
-/* ---- weights ---- */
 
 template <int DTYPE> __global__ void __launch_bounds__(32 * EpTransposeConfig<DTYPE>::WARPS,
                                                        EP_TRANSPOSE_CTAS *EpTransposeConfig<DTYPE>::ROWS / 16)
@@ -181,32 +138,27 @@ template <int DTYPE> __global__ void __launch_bounds__(32 * EpTransposeConfig<DT
     const bool exists = row < p.n && col < p.k; /* n and k are multiples of 16 */
     EpEight<DTYPE> x[ROWS];
     ep_transpose_read<DTYPE, ROWS>(x, p.x, at, p.k, exists ? ROWS : 0);
-    float of_col[8], most = EP_QUANTIZE_LEAST;
-    ep_transpose_most<DTYPE, ROWS>(x, of_col);
-#pragma unroll
-    for (int j = 0; j < 8; j++) most = fmaxf(most, of_col[j]);
+    float most = ep_transpose_most<DTYPE, ROWS>(x);
 #pragma unroll
     for (int j = 16; j > 0; j /= 2) most = fmaxf(most, __shfl_xor_sync(EP_FULL, most, j));
     if (ep_lane() == 0) part[threadIdx.x / 32] = most;
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < WARPS; j++) most = fmaxf(most, part[j]);
-    const float scale = ep_quantize_pow2(most, EP_E4M3);
+    const float scale = ep_quantize_pow2(most);
     if (threadIdx.x == 0) {
         p.scales[((uint64_t)e * blocks_n + block_n) * blocks_k + block_k] = scale;
         p.transposed_scales[((uint64_t)e * blocks_k + block_k) * blocks_n + block_n] = scale;
     }
     if (!exists) return;
     uint32_t q[ROWS][2];
-#pragma unroll
-    for (int j = 0; j < 8; j++) of_col[j] = ep_quantize_pow2_inverse(scale);
-    ep_transpose_quantize<DTYPE, ROWS, EP_E4M3>(x, of_col, q);
+    ep_transpose_quantize<DTYPE, ROWS>(x, ep_quantize_pow2_inverse(scale), q);
 #pragma unroll
     for (int j = 0; j < ROWS; j++) *(uint2 *)(p.q + at + (uint64_t)j * p.k) = make_uint2(q[j][0], q[j][1]);
     ep_transpose_write<ROWS, 2>(q, p.transposed + ((uint64_t)e * p.k + col) * p.n + row, p.n);
 }
 
-/* ---- from e4m3 ---- */
+/* ---- rows, from e4m3 ---- */
 
 /* A word of four e4m3 numbers, each times a power of two that is at most 1. It is exact in fp16: a number has
  * four bits, and what fp16 cannot represent is far below half of the least e4m3 number. */
@@ -245,8 +197,9 @@ __global__ void __launch_bounds__(EP_EXPERT_SCALES_THREADS)
 
 #define EP_SHIFT_ROWS 16
 #define EP_SHIFT_COLS (2u * EP_TRANSPOSED_ROWS) /* of a CTA */
+#define EP_SHIFT_THREADS 128
 /* Warps 0 and 1 have the halves of the rows of the first 128 columns, warps 2 and 3 of the next ones. */
-__global__ void __launch_bounds__(128, EP_TRANSPOSE_CTAS)
+__global__ void __launch_bounds__(EP_SHIFT_THREADS, EP_TRANSPOSE_CTAS)
     transpose_e4m3_kernel(const __grid_constant__ EpTransposeParams p) {
     const uint32_t lane = ep_lane(), half = threadIdx.x / 32 % 2;
     const uint32_t num_blocks = ep_transposed_num_blocks(p.num_rows, p.num_experts);
@@ -255,7 +208,7 @@ __global__ void __launch_bounds__(128, EP_TRANSPOSE_CTAS)
     const uint32_t first_col = t.col + threadIdx.x / 64 * EP_TRANSPOSED_ROWS, col = first_col + lane % 8 * 16;
     const uint32_t row = 64 * half + lane / 8 * EP_SHIFT_ROWS;
     if (b.num == 0 || first_col >= p.num_cols) return;
-    const uint8_t *from = (const uint8_t *)p.x + (uint64_t)(b.row + row) * p.num_cols + col;
+    const uint8_t *from = p.x + (uint64_t)(b.row + row) * p.num_cols + col;
     uint4 x[EP_SHIFT_ROWS];
 #pragma unroll
     for (uint32_t i = 0; i < EP_SHIFT_ROWS; i++) {
@@ -263,25 +216,17 @@ __global__ void __launch_bounds__(128, EP_TRANSPOSE_CTAS)
         if (row + i < b.num && col < p.num_cols)
             x[i] = __ldg((const uint4 *)(from + (uint64_t)i * p.num_cols));
     }
-    /* Of the 16 rows of eight lanes, a lane has the scales of two; and of two rows of the other warp. */
+    /* Of the 16 rows of eight lanes, a lane has the scales of two. */
     const float *of_row =
         p.x_scale + (uint64_t)b.row * p.scale_row + first_col / EP_TRANSPOSED_ROWS * p.scale_col;
-    float mine[2], scale = EP_TRANSPOSED_LEAST;
+    float mine[2];
 #pragma unroll
     for (uint32_t i = 0; i < 2; i++) {
         const uint32_t r = row + lane % 8 * 2 + i;
         mine[i] = r < b.num ? of_row[r * p.scale_row] : 0;
-        const float other = (r ^ 64) < b.num ? of_row[(r ^ 64) * p.scale_row] : 0;
-        scale = fmaxf(scale, fmaxf(mine[i], other));
     }
-#pragma unroll
-    for (int j = 16; j > 0; j /= 2) scale = fmaxf(scale, __shfl_xor_sync(EP_FULL, scale, j));
-    if (p.by_expert)
-        scale = p.scales[b.expert * ep_gemm_num_blocks(p.num_cols) + first_col / EP_TRANSPOSED_ROWS];
-    const float inverse = __frcp_rn(scale);
-    if (!p.by_expert && half == 0 && first_col + 4 * lane < p.num_cols)
-        *(float4 *)(p.scales + (uint64_t)t.block * p.num_cols + first_col + 4 * lane) =
-            make_float4(scale, scale, scale, scale);
+    const float inverse =
+        __frcp_rn(p.scales[b.expert * ep_gemm_num_blocks(p.num_cols) + first_col / EP_TRANSPOSED_ROWS]);
     uint32_t q[EP_SHIFT_ROWS][4];
 #pragma unroll
     for (uint32_t i = 0; i < EP_SHIFT_ROWS; i++) {
@@ -304,19 +249,6 @@ __global__ void __launch_bounds__(128, EP_TRANSPOSE_CTAS)
                                          size);
 }
 
-typedef void EpTransposeKernel(EpTransposeParams);
-static EpTransposeKernel *ep_transpose_kernel(uint32_t dtype, uint32_t format) {
-    EP_HANDLES_ALL(EP_NUM_DTYPES, 3);
-    EP_HANDLES_ALL(EP_NUM_FP8_FORMATS, 2);
-    if (dtype == EP_TRANSPOSE_E4M3) return transpose_e4m3_kernel;
-    if (format == EP_E5M2)
-        return dtype == EP_F32   ? transpose_kernel<EP_F32, EP_E5M2>
-               : dtype == EP_F16 ? transpose_kernel<EP_F16, EP_E5M2>
-                                 : transpose_kernel<EP_BF16, EP_E5M2>;
-    return dtype == EP_F32   ? transpose_kernel<EP_F32, EP_E4M3>
-           : dtype == EP_F16 ? transpose_kernel<EP_F16, EP_E4M3>
-                             : transpose_kernel<EP_BF16, EP_E4M3>;
-}
 typedef void EpQuantizeWeightKernel(EpQuantizeWeightParams);
 static EpQuantizeWeightKernel *ep_quantize_weight_kernel(uint32_t dtype) {
     return dtype == EP_F32   ? quantize_weight_kernel<EP_F32>
@@ -324,14 +256,14 @@ static EpQuantizeWeightKernel *ep_quantize_weight_kernel(uint32_t dtype) {
                              : quantize_weight_kernel<EP_BF16>;
 }
 
-/* The warps and the number of CTAs of a launch. */
-static uint32_t ep_transpose_num_warps(uint32_t dtype) {
+/* The warps of a CTA for weights, and the numbers of CTAs. */
+static uint32_t ep_quantize_weight_num_warps(uint32_t dtype) {
+    EP_HANDLES_ALL(EP_NUM_DTYPES, 3);
     return dtype == EP_F32 ? EpTransposeConfig<EP_F32>::WARPS : EpTransposeConfig<EP_BF16>::WARPS;
 }
 static uint64_t ep_transpose_num_ctas(const EpTransposeParams *p) {
-    const uint32_t cols = p->dtype == EP_TRANSPOSE_E4M3 ? EP_SHIFT_COLS : EP_TRANSPOSED_ROWS;
     return (uint64_t)ep_transposed_num_blocks(p->num_rows, p->num_experts) *
-           ep_ceil_div_u32(p->num_cols, cols);
+           ep_ceil_div_u32(p->num_cols, EP_SHIFT_COLS);
 }
 static uint64_t ep_quantize_weight_num_ctas(const EpQuantizeWeightParams *p) {
     return (uint64_t)p->num * ep_gemm_num_blocks(p->n) * ep_gemm_num_blocks(p->k);
