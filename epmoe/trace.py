@@ -129,9 +129,10 @@ def busy(events: Tensor, spans: Iterable[str], bins: int = 400) -> tuple[Tensor,
         bins: The number of points in time.
 
     Returns:
-        A tuple (times in us [bins], {span: mean number of warps in it [bins]}).
+        A tuple (times in us [bins], {span: mean number of warps in it [bins]}).  Without events all numbers
+            are zero.
     """
-    end = int((events[:, 2] + events[:, 3]).max())
+    end = int((events[:, 2] + events[:, 3]).max()) if len(events) else bins
     edges = torch.linspace(0, end, bins + 1, dtype=torch.float32, device=events.device)
     found = {}
     for name in spans:

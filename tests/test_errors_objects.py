@@ -107,7 +107,7 @@ MISTAKES = {
     "moe-timeout": Mistake(lambda s: new_moe(s, timeout_s=-1), new_moe, "ValueError", ("timeout",)),
     # Allocations of a heap.
     "malloc-of-infinite-size": Mistake(
-        lambda s: s.heap.malloc_symmetric((float("inf"),)), malloc, "OverflowError", ("infinity",)),
+        lambda s: s.heap.malloc_symmetric((float("inf"),)), malloc, "ValueError", ("shape inf",)),
     "scope-left-by-an-error": Mistake(
         leave_scope_by_error, use_scope, "KeyError", ("mine",), others="nothing"),
     "free-twice": Mistake(
@@ -115,10 +115,14 @@ MISTAKES = {
         "ValueError", ("no allocation begins",)),
     "free-the-middle": Mistake(
         lambda s: s.heap.free(s.t[1]), lambda s: s.heap.free(s.t), "ValueError", ("no allocation begins",)),
+    "free-a-part": Mistake(
+        lambda s: s.heap.free(s.t[0]), lambda s: s.heap.free(s.t), "ValueError", ("part of an allocation",)),
     "free-another": Mistake(
         lambda s: s.heap.free(s.words), lambda s: s.heap.free(s.t), "EpMismatch", ("frees",),
         others="EpMismatch"),
-    "malloc-fractions": Mistake(lambda s: s.heap.malloc_symmetric(("a", 2)), malloc, "ValueError"),
+    "malloc-text": Mistake(lambda s: s.heap.malloc_symmetric(("a", 2)), malloc, "ValueError"),
+    "malloc-fractions": Mistake(
+        lambda s: s.heap.malloc_symmetric((2.5, 3)), malloc, "ValueError", ("shape 2.5",)),
 }
 
 

@@ -99,6 +99,33 @@ def test_fused_gradients_of_some_leaves(ranks, capacity, leaves):
         check_gradients(results, case)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_fused_gradients_of_rows_after_the_first_m(ranks, fused):
+    """With a capacity there are rows that no token has filled. Their gradients are 0."""
+    case = Experts(capacity="roomy", activation=None, bias=False)
+
+    def run(world, device):
+        op = make_op(world, device, case, StagedOp, fused=fused)
+        poison_staging(op)
+        t = tensors(case, world.rank, world.size, device)
+        found = []
+        for _ in range(3):
+            rows, row_weight, layout = op.dispatch(t.x, t.idx, t.weight)
+            gain = torch.ones(case.hidden, dtype=rows.dtype, device=device, requires_grad=True)
+            scale = torch.ones_like(row_weight).requires_grad_()
+            first = torch.ones(t.w1.shape[0], case.hidden, case.hidden, dtype=rows.dtype, device=device)
+            y = op.mega_group_gemm_combine(rows * gain, first, layout, row_weight * scale)
+            y.float().sum().backward()
+            found += [gain.grad.clone(), scale.grad[layout.num_rows:].clone(), scale.grad.isfinite().all()]
+        op.synchronize()
+        op.finalize()
+        return found
+
+    for found in ranks(run):
+        for gain, after, is_finite in zip(*[iter(found)] * 3):
+            assert gain.isfinite().all() and not after.any() and is_finite
+
+
 def test_fused_gradients_of_unused_weights(ranks):
     """Dispatch sends the weights, but combine does not use them: their gradient is None or 0."""
     case = Experts(bias=False, activation=None)

@@ -181,6 +181,26 @@ def test_gemm_ignores_autocast():
         assert torch.equal(epmoe.grouped_gemm(x, weight, counts), want)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gemm_gradients_of_rows_of_no_expert_are_zero(ranks, dtype, transposed):
+    """What came before may have made all rows from one tensor, which gets the sum of their gradients."""
+    x, weight, _, row_weight, offsets = problem([4, 0, 9, 1], 32, 16, dtype, ranks.device, after=40)
+    begin, end = offsets[0].item(), offsets[-1].item()
+    x = x.nan_to_num()
+    if transposed:
+        weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
+    gain = torch.ones(16, dtype=dtype, device=ranks.device, requires_grad=True)
+    scale = torch.ones_like(row_weight).requires_grad_()
+    y = epmoe.grouped_gemm(x * gain, weight, offsets=offsets, activation="gelu",
+                           row_weight=row_weight * scale)
+    y[begin:end].float().sum().backward()
+    own = torch.zeros(len(x), dtype=torch.bool, device=ranks.device)
+    own[begin:end] = True
+    assert gain.grad.isfinite().all() and gain.grad.any()
+    assert scale.grad[own].isfinite().all() and not scale.grad[~own].any()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gemm_gradients_of_rows_of_no_expert_are_ignored(ranks, activation):
     """Rows of no expert are undefined, and so are their incoming gradients. A layer with a fixed capacity has

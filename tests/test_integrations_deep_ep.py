@@ -7,6 +7,7 @@ import epmoe
 from deep_ep_cases import BF16, H, K, L, added, expect, inputs, on, received, rows_to_add, same, scales_of
 from epmoe import reference
 from epmoe.integrations import deep_ep
+from outcomes import check_outcomes, outcome
 
 
 def make(world, device, **options):
@@ -363,3 +364,28 @@ def decode_mistakes(buffer, x, idx, weights, handle, y):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_integrations_deep_ep_low_latency(ranks, size):
     ranks(run_low_latency, world_size=size, timeout_s=60)
+
+
+def test_integrations_deep_ep_low_latency_of_different_dispatches(ranks):
+    """Ranks that add up the rows of different dispatches learn it, and the next call works."""
+    def run(world, device):
+        buffer = deep_ep.Buffer(world, device=device, low_latency_mode=True, explicitly_destroy=True)
+        idx = torch.tensor([[0, 1], [1, 0], [1, -1]], device=device)
+        weights = torch.full((3, 2), 0.5, device=device)
+        made = []
+        for i in range(3):  # the first and the last are of the same turn
+            x = torch.full((3, 64), i + 1.0, dtype=BF16, device=device)
+            made.append(buffer.low_latency_dispatch(x, idx, 8, 2 * world.size, use_fp8=False))
+
+        def combine(i):
+            y = buffer.low_latency_combine(made[i][0], idx, weights, made[i][2])[0]
+            return y[:, 0].tolist()
+
+        wrong = outcome(lambda: combine(2 * (world.rank % 2)))
+        again = combine(2)
+        buffer.destroy()
+        return wrong, again
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes([wrong for wrong, _ in results], "EpMismatch")
+    assert all(again == [3.0, 3.0, 1.5] for _, again in results)

@@ -10,6 +10,7 @@ from cases import first, pairwise
 from epmoe import _C
 from epmoe.testing import PATTERNS
 from low_latency_cases import Call, Shape, check_call, experts_of, make, run_call
+from outcomes import outcome
 
 
 def run_calls(ranks, shape, calls, **options):
@@ -135,6 +136,30 @@ def test_low_latency_out(ranks, layout, fp8):
     results = ranks(run)
     for i, call in enumerate(calls):
         check_call(shape, call, [r[i] for r in results])
+
+
+def test_low_latency_out_of_other_tensors(ranks):
+    """A tuple of tensors that its handle does not write, and an out of combine that is no tensor of rows."""
+    def run(world, device):
+        a2a = make(world, device, Shape())
+        x, idx, weights = (t.to(device) for t in Call(seed=1).inputs(Shape(), a2a.rank, a2a.world_size))
+        got = []
+        with torch.no_grad():
+            kept = a2a.dispatch(x, idx, weights)
+            sums = a2a.combine(kept[0], kept[3])
+            for i, other in enumerate((kept[0].clone(), torch.ones(1, device=device), kept[2].clone())):
+                got.append(outcome(lambda: a2a.dispatch(x, idx, weights, out=(*kept[:i], other,
+                                                                              *kept[i + 1:]))))
+            kept = a2a.dispatch(x, idx, weights, out=kept)
+            for out in ([1], torch.tensor(1.0, device=device)):
+                got.append(outcome(lambda: a2a.combine(kept[0], kept[3], out=out)))
+                kept = a2a.dispatch(x, idx, weights)
+            same = torch.equal(a2a.combine(kept[0], kept[3]), sums)
+        a2a.finalize()
+        return got, same
+
+    for got, same in ranks(run):
+        assert [g.kind for g in got] == ["ValueError"] * 3 + ["TypeError", "ValueError"] and same
 
 
 @pytest.mark.parametrize("layout", ["masked", "compact"])

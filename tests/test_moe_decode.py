@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import generator
+from cases import generator, misaligned, same_bits
 from epmoe import _C
 from epmoe.a2a.base import NO_CONFIG
 from gemm_cases import BLIND, kernel_names, needs_hopper
@@ -38,6 +38,53 @@ def test_moe_decode_depends_on_the_shape(shape, wanted):
     assert _C.layer_decodes(config) == wanted
     assert not _C.layer_decodes(config._replace(fused=1))
     assert _C.layer_decodes(config._replace(combine_mode=_C.COMBINE_SCATTER)) == wanted
+
+
+def test_moe_decode_path_for_fewer_tokens(ranks):
+    """enable_decode of fewer tokens than the module has: a call without decode takes the stages."""
+    def run(world, device):
+        moe = epmoe.EPMoE(64, 32, 48 * world.size, 2, world, max_tokens=40, device=device)
+        few, many = inputs_of_tokens(moe, 5), inputs_of_tokens(moe, 40)
+        with torch.no_grad():
+            want = moe(*few, decode=False), moe(*many, decode=False)
+            moe.enable_decode(16)
+            found = moe(*few), moe(*many), moe(*few, decode=True)
+        took = moe.last_layout is None
+        moe.finalize()
+        return found, want, took
+
+    for (few, many, decoded), want, took in ranks(run):
+        same_bits(few, want[0], "few tokens")
+        same_bits(many, want[1], "many tokens")
+        same_bits(decoded, want[0], "decode=True")
+        assert took
+
+
+def inputs_of_tokens(moe, num_tokens):
+    g = generator(7, moe.layer.rank)
+    weights, idx = torch.randn(num_tokens, moe.num_experts, generator=g).softmax(-1).topk(2)
+    x = torch.randn(num_tokens, 64, generator=g).to(moe.layer.dtype)
+    return [v.to(moe.layer.device) for v in (x, idx, weights)]
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float32}, {"token_saving": False},
+                                     {"weight_dtype": torch.float8_e4m3fn}], ids=str)
+def test_moe_takes_tokens_at_any_address(ranks, options):
+    """Kernels need addresses that are multiples of 16. Tokens may be a part of a larger tensor."""
+    def run(world, device):
+        moe = epmoe.EPMoE(128, 128, 48 * world.size, 2, world, max_tokens=40, device=device, **options)
+        g = generator(8, world.rank)
+        weights, idx = (t.to(device) for t in torch.rand(7, moe.num_experts, generator=g).topk(2))
+        x = torch.randn(7, 128, generator=g).to(device, moe.layer.dtype)
+        with torch.no_grad():
+            found = [(moe(misaligned(x), idx, misaligned(weights), decode=decode),
+                      moe(x, idx, weights, decode=decode)) for decode in (None, False)]
+        moe.finalize()
+        return found
+
+    for found in ranks(run):
+        for got, want in found:
+            same_bits(got, want, "y")
 
 
 @pytest.mark.parametrize("options", [

@@ -43,6 +43,40 @@ def test_results_do_not_depend_on_the_number_of_chunks(num_nodes, num_local, dty
                     same_bits(got[name], want[name], f"{num_chunks} chunks, {case}, rank {rank}: {name}")
 
 
+def some_gradients(nodes, num_chunks, options):
+    """Steps in which each combination of the ranks' tokens and weights requires a gradient."""
+    moe = epmoe.EPMoE(16, 32, 4, 2, nodes, max_tokens=8, device="cpu", num_chunks=num_chunks, **options)
+    g = torch.Generator().manual_seed(nodes.rank)
+    for p in moe.parameters():
+        p.data.copy_(torch.randn(p.shape, generator=g) / p.shape[-1]**0.5)
+    x, weight = torch.randn(5, 16, generator=g).to(moe.layer.dtype), torch.rand(5, 2, generator=g)
+    idx, results = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0], [0, 2]]), []
+    for wanted in range(4):
+        for who in ({0}, {1}, {0, 1}):
+            leaves = [t.detach().requires_grad_(nodes.rank in who and bool(wanted >> i & 1))
+                      for i, t in enumerate((x, weight))]
+            for p in moe.parameters():
+                p.grad = None
+            moe(leaves[0], idx, leaves[1]).float().sum().backward()
+            results.append([t.grad for t in (*leaves, *moe.parameters())])
+    moe.finalize()
+    return results
+
+
+@pytest.mark.parametrize("options", [
+    {"dtype": torch.float32}, {}, {"compute_dtype": torch.float8_e4m3fn},
+    {"compute_dtype": torch.float8_e4m3fn, "wgrad_dtype": torch.bfloat16}], ids=str)
+def test_gradients_that_some_ranks_want(options):
+    """Tokens and weights of a call may require gradients on some ranks, also of other nodes."""
+    want, found = (run_nodes(some_gradients, 2, 1, n, options) for n in (1, 2))
+    for steps_of_rank, wanted in zip(found, want):
+        for got, expected in zip(steps_of_rank, wanted):
+            assert [t is None for t in got] == [t is None for t in expected]
+            for a, b in zip(got, expected):
+                if a is not None:
+                    torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.05)
+
+
 def of_processes(rank, size):
     """Rank main: gloo between the nodes. Whether chunks, and a recomputed forward, have the bits of one."""
     found = []

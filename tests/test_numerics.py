@@ -128,8 +128,9 @@ def test_numerics_do_not_depend_on_the_placement(ranks, options):
         return home, placed, promised
 
     for home, placed, promised in ranks(run):
+        is_promised = not options or ranks.device.type == "cuda"  # products in FP8 are torch's on the CPU
+        assert promised.batch_invariant == promised.rank_invariant == is_promised
         same_bits(placed, home, "y")
-        assert promised.batch_invariant and promised.rank_invariant
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -193,6 +194,7 @@ def test_numerics_errors_are_within_the_bounds(ranks, activation, dtype, of_outp
 @pytest.mark.parametrize("options, batch, rank", [
     ({}, True, False), ({"rank_invariant": True}, True, True), ({"dtype": torch.float16}, True, False),
     ({"dtype": torch.float32}, False, False), ({"token_saving": False}, False, False),
+    ({"token_saving": False, "rank_invariant": True}, False, False),
     ({"weight_dtype": torch.float8_e4m3fn}, True, False)], ids=str)
 def test_numerics_say_what_is_promised(ranks, options, batch, rank):
     def run(world, device):
@@ -201,6 +203,8 @@ def test_numerics_say_what_is_promised(ranks, options, batch, rank):
         moe.finalize()
         return dataclasses.asdict(found)
 
+    if "weight_dtype" in options and ranks.device.type == "cpu":
+        batch = False  # these products are torch's there
     for found in ranks(run):
         trains = batch and not options.keys() & {"weight_dtype", "token_saving"}
         assert [found["batch_invariant"], found["trains_as_it_infers"], found["rank_invariant"]] == [

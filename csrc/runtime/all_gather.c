@@ -92,16 +92,16 @@ void ep_world_leave_call(EpWorld *w, uint64_t record, int code) {
 
 /* ---- all-gathers ---- */
 
-/* A thread reads a peer's socket itself for this time, before it sleeps. Where the ranks call at about the
+/* For so long, an all-gather reads the sockets itself before it sleeps. Where the ranks call at about the
  * same time, a frame then waits for no thread that has to wake up: not for the watchdog thread, and not for
- * this one. */
+ * this one. Ranks that share cores sleep at once: a thread that looks would take the core of the rank that
+ * is late. */
 #define LOOK_NS 200000u
-static void look_for_frame(EpWorld *w, uint32_t r, uint64_t seq) {
+static void look_for_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) {
     const EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
-    const uint64_t until_ns = ep_now_ns() + LOOK_NS;
-    for (uint32_t polls = 0;; polls++) {
+    for (uint32_t polls = 0; !from->full && !w->end_code && w->sockets[r] >= 0; polls++) {
         ep_world_read_peer(w, r);
-        if (from->full || w->end_code || w->sockets[r] < 0 || ep_now_ns() >= until_ns) return;
+        if (ep_now_ns() >= until_ns) return;
         pthread_mutex_unlock(&w->lock);
         ep_pause(polls);
         pthread_mutex_lock(&w->lock);
@@ -111,12 +111,15 @@ static void look_for_frame(EpWorld *w, uint32_t r, uint64_t seq) {
 /* Wait for peer r's frame of this all-gather. Returns 0, or the error with which the world ended. The caller
  * holds the world's lock, which the wait releases while it sleeps. A timeout or Ctrl-C ends the world.
  * *limit_ns: when the all-gather times out, as a time of the monotonic clock; time during which the process
- * was suspended is added to it. */
-static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns) {
+ * was suspended is added to it. look_ns: until when it looks for the frame itself. */
+static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t look_ns, uint64_t *limit_ns) {
     EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
+    const uint64_t begin_ns = ep_now_ns();
+    if (begin_ns < look_ns) look_for_frame(w, r, seq, look_ns);
+    const uint64_t took_ns = ep_now_ns() - begin_ns;
+    if (took_ns > LOOK_NS + EP_INTERRUPT_NS) *limit_ns += took_ns; /* suspended; see below */
     uint64_t until_ns = *limit_ns;
     bool is_late = false;
-    look_for_frame(w, r, seq);
     while (!from->full) {
         char text[160];
         EP_TRY(ep_world_check_locked(w));
@@ -181,10 +184,10 @@ static int check_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void
 }
 
 /* Send this rank's frame to rank r. The caller holds the lock of the world's sockets.
- * If rank r has died, the watchdog thread ends the world. If rank r hangs, it neither reads its socket nor
- * sends its own frame, and this rank's wait for that frame ends with a timeout. So neither is an error here.
- * But if this rank cannot send (EP_ESYS), rank r would wait for the frame until its timeout. So this function
- * ends the world, and rank r learns the reason at once. */
+ * If rank r has died, the thread that reads its socket ends the world. If rank r hangs, it neither reads its
+ * socket nor sends its own frame, and this rank's wait for that frame ends with a timeout. So neither is an
+ * error here. But if this rank cannot send (EP_ESYS), rank r would wait for the frame until its timeout. So
+ * this function ends the world, and rank r learns the reason at once. */
 static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t until_ns) {
     char text[160];
     if (ep_wire_send(w->sockets[r], f, fd, until_ns) != EP_ESYS) return 0;
@@ -200,7 +203,8 @@ static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t
  * all ranks, so that the next all-gather works. */
 static int all_gather(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out,
                       int *fds_in) {
-    uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns);
+    uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns), look = 0;
+    char why[256]; /* of the verdict: reading further sockets may set another text */
     EpFrame f = {.kind = EP_FRAME_ALL_GATHER, .rank = w->rank, .num_bytes = num_bytes, .code = status};
     int verdict = 0;
     EP_TRY(ep_world_check(w));
@@ -219,10 +223,11 @@ static int all_gather(EpWorld *w, const void *mine, uint32_t num_bytes, int stat
     f.about = ep_ring_all_gather(&w->ring, f.seq);
     for (uint32_t r = 0; r < w->num_ranks && !code; r++)
         if (r != w->rank && w->sockets[r] >= 0) code = send_frame(w, r, &f, fd_out, until);
+    if (w->has_cores) look = ep_now_ns() + LOOK_NS;
     for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
         if (r == w->rank) continue;
         EpInbox *from = &w->inbox[r][f.seq % EP_NUM_INBOX];
-        code = await_frame(w, r, f.seq, &until);
+        code = await_frame(w, r, f.seq, look, &until);
         if (code) break;
         from->full = false;
         if (fds_in) fds_in[r] = from->fd;
@@ -235,10 +240,11 @@ static int all_gather(EpWorld *w, const void *mine, uint32_t num_bytes, int stat
             code = ep_world_check_locked(w);
         } else if (!verdict && !status) {
             verdict = check_frame(r, &from->frame, &f, all);
+            if (verdict) snprintf(why, sizeof why, "%s", ep_error_text());
         }
     }
     pthread_mutex_unlock(&w->lock);
-    code = code ? code : verdict;
+    if (!code && verdict) code = ep_error(verdict, "%s", why);
     ep_world_leave_call(w, record, code ? code : status);
     for (uint32_t r = 0; r < w->num_ranks && code && fds_in; r++) {
         if (fds_in[r] >= 0) close(fds_in[r]);

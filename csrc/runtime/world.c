@@ -1,5 +1,5 @@
 /* world.c - creates, closes and releases a world. all_gather.c implements the all-gathers between the ranks,
- * watchdog.c the thread that reads the sockets, and world_end.c the end of a world.
+ * watchdog.c reads the sockets in a thread of its own, and world_end.c has the end of a world.
  *
  * Exports: the functions ep_world_* of epmoe.h and world.h, except those of the other three files.
  * Invariant: one socket connects each pair of ranks, and no other process holds its ends (fork.h). So a rank
@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -70,6 +71,12 @@ static EpWorld *acquire_listed(uint32_t i) {
 
 /* ---- creation ---- */
 
+/* Whether this process may use as many cores as there are ranks. */
+static bool has_cores(uint32_t num_ranks) {
+    cpu_set_t cores;
+    return sched_getaffinity(0, sizeof cores, &cores) == 0 && CPU_COUNT(&cores) >= (int)num_ranks;
+}
+
 static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWorld **out) {
     if (num_ranks < 1 || num_ranks > EP_MAX_RANKS || rank >= num_ranks)
         return ep_error(EP_EINVAL, "rank %u of %u: a world has 1 to %u ranks, numbered from 0", rank,
@@ -78,6 +85,7 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
     if (!w) return ep_error(EP_ENOMEM, "cannot allocate a world: this process is out of memory");
     w->rank = rank;
     w->num_ranks = num_ranks;
+    w->has_cores = has_cores(num_ranks);
     w->pid = getpid();
     w->num_forks = ep_fork_count();
     w->wake_fd = -1;
@@ -176,6 +184,7 @@ static atomic_bool is_process_ending;
 static void join_and_close(EpWorld *w) {
     if (w->has_watchdog) pthread_join(w->watchdog, NULL);
     w->has_watchdog = false;
+    pthread_mutex_lock(&w->lock); /* another thread may be in an all-gather, which reads the sockets */
     for (uint32_t r = 0; r < w->num_ranks; r++) {
         ep_fork_close(w->sockets[r]);
         w->sockets[r] = -1;
@@ -185,6 +194,7 @@ static void join_and_close(EpWorld *w) {
                 w->inbox[r][i].fd = -1;
             }
     }
+    pthread_mutex_unlock(&w->lock);
     ep_fork_close(w->wake_fd);
     w->wake_fd = -1;
 }

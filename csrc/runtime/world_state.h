@@ -37,6 +37,7 @@ struct EpWorld {
     pid_t pid;
     uint32_t num_forks; /* ep_fork_count() of the process that made the world */
     bool is_threads;
+    bool has_cores;      /* an all-gather may keep a core busy: see look_for_frame */
     char *record_folder; /* folder for the flight record, or NULL (EPMOE_FLIGHT_RECORD) */
     _Atomic uint64_t timeout_ns;
     atomic_int num_refs;
@@ -77,7 +78,8 @@ struct EpWorld {
     enum { RECORD_OPEN, RECORD_WRITING, RECORD_DONE } record_state;
 };
 
-/* Process the frames of peer r that have arrived, without waiting. The caller holds the lock. */
+/* Process the frames of peer r that have arrived, without waiting. The caller holds the lock. This may end
+ * the world, close the peer's socket, and change the calling thread's error text. */
 void ep_world_read_peer(EpWorld *w, uint32_t r);
 
 /* The main function of the watchdog thread; its argument is the EpWorld. */

@@ -51,24 +51,25 @@ class LowLatencyHandle:
         (3, 'masked')
     """
 
-    __slots__ = ("_owner", "_key", "_outputs", "_written", "num_tokens", "layout", "buffer")
+    __slots__ = ("_owner", "_key", "_outputs", "_written", "_rows", "num_tokens", "layout", "buffer")
 
     num_tokens: int
     buffer: int
 
-    def __init__(self, owner: LowLatencyAll2All, key: tuple[Fp8, SlabLayout],
-                 outputs: tuple[Any, ...]) -> None:
+    def __init__(self, owner: LowLatencyAll2All, key: tuple[Fp8, SlabLayout], outputs: tuple[Any, ...],
+                 rows: tuple[Any, ...] = ()) -> None:
         self._owner = owner
         self._key = key  # (fp8, layout)
         self._outputs = outputs  # the module's arguments from the handle's words on
         # The tensors among them, which a dispatch writes.  The user has these, or views of them.
         self._written: tuple[Tensor, ...]
         self._written = outputs[:4] if outputs[2] is not None else (outputs[0], outputs[1], outputs[3])
+        self._rows = rows  # the rows, their scales and the counts, as the user has them
         self.layout = key[1]
 
     def _drop_rows(self) -> None:
         """Keep only what combine reads, so that the owner of the rows can free them.  Not for out= again."""
-        self._outputs, self._written = self._outputs[:1], ()
+        self._outputs, self._written, self._rows = self._outputs[:1], (), ()
 
     @property
     def expert_offsets(self) -> Tensor:
@@ -553,6 +554,8 @@ class LowLatencyAll2All(CollectiveLayer):
             else:
                 handle = self._check_result(out, fp8, layout)
                 mark_written(handle._written)
+            if isinstance(x, Tensor) and x.data_ptr() % 16:
+                x = x.clone()
             shape = x.shape if isinstance(x, Tensor) else ()
             handle.num_tokens = shape[0] if shape else 0
             handle.buffer = buffer
@@ -570,7 +573,8 @@ class LowLatencyAll2All(CollectiveLayer):
         rows, raw, lines, scales = make(allocate)
         words = allocate((self._handle_words,), (1,), torch.int32)
         counts = allocate((self.num_local_experts,), (1,), torch.int32)
-        handle = LowLatencyHandle(self, (fp8, layout), (words, raw, lines, counts, LAYOUTS[layout], FP8[fp8]))
+        handle = LowLatencyHandle(self, (fp8, layout), (words, raw, lines, counts, LAYOUTS[layout], FP8[fp8]),
+                                  (rows, scales, counts))
         return rows, scales, counts, handle
 
     def _check_result(self, out: Any, fp8: Fp8, layout: SlabLayout) -> LowLatencyHandle:
@@ -580,6 +584,9 @@ class LowLatencyAll2All(CollectiveLayer):
         handle = out[3]
         if type(handle) is not LowLatencyHandle or handle._owner is not self:
             self._check_handle(handle)
+        if len(handle._rows) != 3 or any(mine is not its for mine, its in zip(out, handle._rows)):
+            raise ValueError("out: its tensors are not those of its handle: pass the tuple that a dispatch "
+                             "returned, as it is")
         if any(self._pending):
             words = handle._outputs[0]
             if any(a is words for one in self._pending if one and one.pending() for a in one.arguments):
@@ -639,11 +646,15 @@ class LowLatencyAll2All(CollectiveLayer):
                 self._check_handle(handle)
             if type(fp8) is not bool:
                 raise TypeError(f"fp8: wanted True or False, got {fp8!r}")
+            if isinstance(y, Tensor) and y.data_ptr() % 16:
+                y = y.clone()
             if out is None:
                 out = self._allocator()((handle.num_tokens, self.hidden), (self.hidden, 1), self.dtype)
-            elif out.shape[0] != handle.num_tokens:
+            elif not isinstance(out, Tensor):
+                raise TypeError(f"out: wanted a tensor, got {type(out).__name__}")
+            elif out.shape[:1] != (handle.num_tokens,):
                 raise ValueError(f"out: wanted {handle.num_tokens} rows, the tokens of the dispatch, got "
-                                 f"{out.shape[0]}")
+                                 f"{list(out.shape)}")
             else:
                 mark_written((out,))
         except Exception as error:

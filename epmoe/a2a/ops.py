@@ -72,7 +72,7 @@ def _dispatch(x: Tensor, x_scale: Tensor | None, weight: Tensor | None, plan: Te
               after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EPAll2AllLayer = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH, buffer, plan, num_rows < 0):
-        rows, row_weight, recv, row_scale = layer._dispatch(aligned(x), aligned(weight), plan, buffer,
+        rows, row_weight, recv, row_scale = layer._dispatch(x, weight, plan, buffer,
                                                             num_rows, requires_grad, x_scale=x_scale)
     return (rows, absent(x) if row_weight is None else row_weight, recv,
             no_scales(x) if row_scale is None else row_scale)
@@ -84,7 +84,7 @@ def _combine(rows: Tensor, row_weight: Tensor | None, row_scalar: Tensor | None,
     layer: EPAll2AllLayer = layer_of(layer_id)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         none = absent(rows) if row_scalar is None else None  # before the operation: after it no rank waits
-        out, out_scalar = layer._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan, recv,
+        out, out_scalar = layer._combine(rows, row_weight, row_scalar, plan, recv,
                                          buffer, num_tokens, requires_grad)
     return out, none if out_scalar is None else out_scalar
 
@@ -248,14 +248,23 @@ def _combine_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor
                                                        ctx.num_rows)
     if ctx.has_weight:
         rows, row_weight = weighted
-        g, d_weight = _weigh(g, rows, row_weight, ctx.needs_input_grad[1])
+        if ctx.needs_input_grad[1]:  # nobody knows whether an operation follows
+            d_weight = _weight_gradient(layer_of(ctx.layer), plan, g, rows)
+        g = (g * row_weight[:, None]).to(g.dtype)
     return g, d_weight, d_row_scalar if ctx.has_scalar else None, *[None] * 7
 
 
-def _weigh(g: Tensor, rows: Tensor, row_weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of rows and of their weights.  Nobody knows whether an operation follows."""
-    d_weight = row_dots(g, rows) if needs_weight else None
-    return (g * row_weight[:, None]).to(g.dtype), d_weight
+def _weight_gradient(layer: EPAll2AllLayer, plan: Tensor, g: Tensor, rows: Tensor) -> Tensor:
+    """Return the gradient of the weights of rows [M] float32, where g is that of the weighted rows.
+
+    Of a layer with a capacity, the tensors have more rows than there are.  Those have no gradient, whatever
+    they hold.
+    """
+    dots = row_dots(g, rows)
+    if layer.capacity is None:
+        return dots
+    exists = torch.arange(len(dots), device=dots.device) < expert_offsets(layer, plan)[-1]
+    return dots.where(exists, 0)
 
 
 record_gradient(lib, "dispatch", _save_dispatch, _dispatch_backward)
@@ -383,13 +392,14 @@ def _gemm_combine_backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | No
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
         if ctx.has_weight:
             rows, row_weight = weighted
-            d_weight = row_dots(g, rows) if ctx.needs_input_grad[5] else None
+            d_weight = _weight_gradient(layer, plan, g, rows) if ctx.needs_input_grad[5] else None
             g = (g * row_weight[:, None]).to(g.dtype)
         offsets = expert_offsets(layer, plan)
         da = None
         d_gemm_weight = None
         if ctx.needs_input_grad[0]:
-            da = gemm(g, gemm_weight, offsets, None, None, None, None, DGRAD, 0, False, None)
+            da = gemm(g, gemm_weight, offsets, None, None, None, None, DGRAD, 0, False, None,
+                      zeros=layer.capacity is not None)
         if ctx.needs_input_grad[2]:
             d_gemm_weight = gradient_of(ctx.deferred_wgrad, g, a, offsets)
     return da, None, d_gemm_weight, None, None, d_weight, *[None] * 7

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _C
 from ..errors import EpClosed
 from ..torch_modes import check_writable, mark_written
-from .device import pick_device, status_of, stream_of
+from .device import integer, pick_device, status_of, stream_of
 from .world import Shared, World
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ class SymmetricHeap(Shared):
             raise
         kind = _C.CUDA if self.device.type == "cuda" else _C.CPU
         self._c = _C.heap_create(self.world._c, kind, self.device.index or 0, num_bytes, 0)
+        self._num_bytes: dict[int, int] = {}  # of each allocation of malloc_symmetric, by its offset
         self._scopes: list[list[int]] = []  # the offsets that each open scope() frees
 
     @staticmethod
@@ -171,8 +172,8 @@ class SymmetricHeap(Shared):
                     [0., 0., 0.]])
         """
         try:
-            shape = (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
-            alignment = int(alignment)
+            shape = (shape,) if isinstance(shape, int) else tuple(integer("shape", d) for d in shape)
+            alignment = integer("alignment", alignment)
             check_dtype(dtype)
             if any(d < 0 for d in shape) or len(shape) > 8:
                 raise ValueError(f"shape {shape}: must have at most 8 sizes, none negative")
@@ -187,6 +188,7 @@ class SymmetricHeap(Shared):
         off = _C.heap_alloc(self._c, num_bytes, alignment, 0)
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
+        self._num_bytes[off] = num_bytes
         if self._scopes:
             self._scopes[-1].append(off)
         return self._view(off, self.world.rank, shape, dtype)
@@ -222,11 +224,16 @@ class SymmetricHeap(Shared):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"free: wanted a tensor of this heap, got {type(tensor).__name__}")
             off = self.offset(tensor) if tensor.numel() else 0  # no memory, but all ranks agree on it
+            num_bytes = tensor.numel() * tensor.element_size()
+            if self._num_bytes.get(off, num_bytes) != num_bytes:
+                raise ValueError(f"free: the tensor is a part of an allocation, {num_bytes} of "
+                                 f"{self._num_bytes[off]} bytes: pass the one that malloc_symmetric returned")
         except Exception:
             with contextlib.suppress(Exception):  # tells the other ranks; this rank raises its own reason
                 _C.heap_free(self._c, _NO_OFFSET)
             raise
         _C.heap_free(self._c, off)
+        self._num_bytes.pop(off, None)
         for scope in self._scopes:
             if off in scope:
                 scope.remove(off)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
@@ -22,6 +23,7 @@ BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 _open: weakref.WeakSet[World] = weakref.WeakSet()  # worlds that this process has not left
 _of_group: dict[int, World] = {}  # id(group) -> World: one world serves all layers of a group
+_creating: dict[int, threading.Lock] = {}  # id(group) -> held by the thread that creates its world
 
 
 class Shared:
@@ -160,7 +162,10 @@ class World(Shared):
         group = process_group(group)
         world = _of_group.get(id(group))
         if world is None:
-            world = _of_group[id(group)] = cls(group, timeout_s)
+            with _creating.setdefault(id(group), threading.Lock()):  # of two threads, one waits
+                world = _of_group.get(id(group))
+                if world is None:
+                    world = _of_group[id(group)] = cls(group, timeout_s)
         return world
 
     def check(self) -> None:

@@ -129,8 +129,9 @@ def format_of(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torc
     """
     for name, t, wanted in (("weights", numbers, (torch.uint8,)), ("b_zero", zeros, (torch.uint8,)),
                             ("b_scale", scales, (torch.uint8, dtype))):
-        if t is not None and t.dtype not in wanted:
-            raise TypeError(f"{name}: wanted {' or '.join(map(str, wanted))}, got {t.dtype}")
+        if t is not None and (not isinstance(t, Tensor) or t.dtype not in wanted):
+            raise TypeError(f"{name}: wanted {' or '.join(map(str, wanted))}, got "
+                            f"{t.dtype if isinstance(t, Tensor) else type(t).__name__}")
     num, n, k = numbers.shape[0], numbers.shape[1], 2 * numbers.shape[2]
     in_block = (8,) if scales.dtype == torch.uint8 else (8, 4, 2)
     rows = [num, n // UNIT, -(-k // BLOCK)]
@@ -316,9 +317,10 @@ def _int4_of(weight: Tensor, format: Int4, dtype: torch.dtype,
     """Return the codes [N, K], the scales and the zero points [N, K/group] of a matrix.  dtype: of scales."""
     groups = _groups(weight, format, name)
     least, most = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-    span = most - least if format.zero_points else 2 * torch.maximum(most, -least)
-    # to divide by a number, torch multiplies by 1 / 15 on a GPU
-    scales = (span / torch.full_like(span, 15)).clamp(min=2**-23).to(dtype)
+    # Half of the span, because the whole one may be infinite.  To divide by a number, torch multiplies by its
+    # inverse on a GPU.
+    half = most / 2 - least / 2 if format.zero_points else torch.maximum(most, -least)
+    scales = (half / torch.full_like(half, 7.5)).clamp(min=2**-23).to(dtype)
     wide = scales.float()
     zeros = (-least / wide).round().clamp(max=15) if format.zero_points else torch.full_like(wide, 8)
     codes = ((groups / wide[..., None]).round() + zeros[..., None]).clamp(0, 15)
@@ -465,7 +467,10 @@ def _stored(format: Format, numbers: Tensor, of_codes: Callable[[Tensor], Tensor
 
 def _words(codes: Tensor) -> Tensor:
     """Return int32 [.., B/8] of codes [.., B], the first in the lowest 4 bits of a word."""
-    return _bytes(codes).contiguous().view(torch.int32)
+    packed = _bytes(codes).contiguous()
+    if not packed.numel():  # torch views no bytes of a tensor without numbers, whatever its strides are
+        return packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 4, dtype=torch.int32)
+    return packed.view(torch.int32)
 
 
 def _codes_of_words(words: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from .weight_gradients import gradient_of, deferred_wgrad_of
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, "
             "Tensor? a_scale, Tensor? b_scale, int kind, int activation, bool portable, ScalarType? dtype, "
-            "float alpha=0, float limit=0, int expected_rows=0, Tensor? b_zero=None) -> Tensor")
+            "float alpha=0, float limit=0, int expected_rows=0, Tensor? b_zero=None, bool zeros=False) "
+            "-> Tensor")
 _lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, float scale, bool "
             "portable) -> ()")
 
@@ -178,7 +179,8 @@ def tile_counter(a: Tensor) -> Tensor | None:
 def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
                   a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
                   dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0, expected_rows: int = 0,
-                  b_zero: Tensor | None = None) -> Tensor:
+                  b_zero: Tensor | None = None, zeros: bool = False) -> Tensor:
+    """Compute a product.  zeros: rows of the result that belong to no expert are 0, and not undefined."""
     has_four_bits = False
     if b_scale is not None and a_scale is None:
         has_four_bits = has_kernel(a, b) and _fits_four_bits(a, b.shape[1], activation)
@@ -192,7 +194,8 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, ro
         rows_of_experts(offsets, a.shape[0])  # raises
     a, b, offsets = map(aligned, (a, b, offsets))
     bias, row_weight = aligned(bias), aligned(row_weight)
-    out = a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
+    make = a.new_zeros if zeros else a.new_empty
+    out = make(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
     counter = tile_counter(a)
     if has_four_bits:
         b_scale, b_zero = aligned(b_scale), aligned(b_zero)
@@ -210,7 +213,7 @@ implement(_lib, "grouped_gemm", _grouped_gemm)
 def _(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
       a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
       dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0, expected_rows: int = 0,
-      b_zero: Tensor | None = None) -> Tensor:
+      b_zero: Tensor | None = None, zeros: bool = False) -> Tensor:
     return a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
 
 
@@ -234,12 +237,13 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     def product(kind: int, left: Tensor, right: Tensor) -> Tensor | None:
         if kind == WGRAD:
             return gradient_of(ctx.deferred_wgrad, left, right, offsets, ctx.portable)
+        # What comes before may read the gradients of all rows, also of those that belong to no expert.
         return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, None, None, kind, 0,
-                                            ctx.portable, None)
+                                            ctx.portable, None, zeros=True)
 
     grads = [product(*factors) if needed else None
              for factors, needed in zip(of_inputs, ctx.needs_input_grad)]
-    return *grads, *[None] * 13
+    return *grads, *[None] * 14
 
 
 record_gradient(_lib, "grouped_gemm", _save, _backward)
@@ -489,8 +493,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
 
     Returns:
         [M, N], or [M, N / 2] for the gated activations, of x's dtype, for FP8 of out_dtype.  Rows that
-            belong to no expert are undefined.  With out_dtype=torch.float8_e4m3fn a tuple (q, scales), as
-            quantize_fp8 returns it.
+            belong to no expert are undefined; the gradient of x is 0 there.  With
+            out_dtype=torch.float8_e4m3fn a tuple (q, scales), as quantize_fp8 returns it.
 
     Raises:
         ValueError: For wrong shapes or devices, and for counts or offsets that name rows that do not exist.
@@ -559,8 +563,10 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         tensors = x, weight, offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32), None, None
         return call("grouped_gemm", tensors, FORWARD, number, portable, None, alpha, limit, expected)
     # Torch's own operators follow the product: they have a backward, and only FORWARD has an epilogue.
+    # The gradient of a row weight is a product with the row, also for rows that belong to no expert.
+    zeros = row_weight is not None and requires_grad(row_weight)
     y = call("grouped_gemm", (x, weight, offsets, None, None, None, None), kind, 0, portable, None, 0.0, 0.0,
-             expected)
+             expected, None, zeros)
     if bias is not None:
         y = add_bias(y, bias, offsets)
     y = y if activation is None else activate(y, activation)

@@ -76,7 +76,7 @@ class Factors:
 
     def _versions(self) -> list[int]:
         """Return how often each tensor was modified in place.  torch has no public name to ask."""
-        return [t._version for t in self.tensors]
+        return [0 if t.is_inference() else t._version for t in self.tensors]
 
     def keep(self) -> None:
         """Remember the stream, if the product is made later."""

@@ -62,7 +62,10 @@ def path_of(layer: EPAll2AllLayer, decode: bool | None, has_gradients: bool) -> 
             layer.low_latency = create(layer, layer.max_tokens // layer._copies, _Path)
         except HeapExhausted:  # on all ranks
             layer.may_decode = False
-    return layer.low_latency
+            return None
+    # A path of enable_decode may be for fewer tokens than a call may have.  Then decode=True chooses it.
+    is_for_all = layer.low_latency.max_tokens >= layer.max_tokens // layer._copies
+    return layer.low_latency if is_for_all else None
 
 
 def check_path(path: LowLatencyAll2All | None, decode: Any, *tensors: Tensor | None) -> None:

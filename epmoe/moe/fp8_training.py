@@ -119,7 +119,7 @@ class QuantizedWeight:
         weights = p if shape is None else p.detach().view(shape)
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             return quantize_fp8_weight_pair(weights)
-        version = p._version, _num_steps
+        version = 0 if p.is_inference() else p._version, _num_steps
         if self._pair is None or self._of() is not p or version != self._version or is_sharded:
             self._pair = None  # frees the old ones first
             self._pair, self._of, self._version = quantize_fp8_weight_pair(weights), weakref.ref(p), version

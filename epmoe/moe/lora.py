@@ -136,7 +136,7 @@ class State:
 
     def copied_factors(self, moe: EPMoE) -> CopiedFactors:
         """Return the factors of `mixed`, as the parameters are now."""
-        if self.copied is None:
+        if self.copied is None or not self.copied.fits(moe):
             self.copied = CopiedFactors(moe, self.adapters(moe))
         self.copied.update(always=moe._is_sharded)  # FSDP2 fills parameters and counts no version
         return self.copied

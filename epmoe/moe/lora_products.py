@@ -386,12 +386,20 @@ class CopiedFactors:
                          else like.new_zeros(num * self._num, n, self.r))
                     self.factors[name] = a.view(num, -1, k) if self.are_columns else a, b
 
+    def fits(self, moe: EPMoE) -> bool:
+        """Whether a call of a module can use these, which may have got other weights since."""
+        return not self.are_columns or is_one_call(moe.layer, moe._weights())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a module makes its own."""
+
     def update(self, always: bool = False) -> None:
         """Copy the factors, if a program has written to one since the last time, or given it other memory.
 
         always: copy them in any case.
         """
-        versions = [(p.data_ptr(), p._version) for adapter in self.adapters for p in adapter.parameters()]
+        versions = [(p.data_ptr(), 0 if p.is_inference() else p._version)
+                    for adapter in self.adapters for p in adapter.parameters()]
         on_gpu = self._device.type == "cuda"
         captures = on_gpu and torch.cuda.is_current_stream_capturing()
         if versions == self._versions and not always:

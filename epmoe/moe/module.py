@@ -690,7 +690,7 @@ class EPMoE(nn.Module):
                 self._check_ddp(ddp)
             watched = is_watched()
             tokens, topk_idx, topk_weights = as_rows(layer, x, topk_idx, topk_weights)
-            if torch.is_autocast_enabled(layer.device.type):
+            if torch.is_autocast_enabled(layer.device.type) and tokens.dtype.is_floating_point:
                 tokens = tokens.to(layer.dtype)
             self._check_parameters(x, topk_weights)
             if mixed or adapters is not None:
@@ -711,7 +711,8 @@ class EPMoE(nn.Module):
                 self.last_layout = None
             elif torch.compiler.is_compiling() and tokens.shape[1] != layer.hidden:
                 tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced
-            elif (not at_once or watched) and not self.computes_fp8 and torch.is_grad_enabled():
+            elif ((not at_once or watched) and torch.is_grad_enabled()
+                    and (not self.computes_fp8 or layer.nodes is not None)):
                 tokens = join_backward(tokens, topk_weights, *self.parameters())
         except Exception as error:
             self._propagate(error, path)

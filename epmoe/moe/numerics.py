@@ -65,7 +65,9 @@ def numerics(moe: EPMoE) -> Numerics:
     of_batch = of_products or _replicas_reason(moe) or _balance_reason(moe) or (
         "with token_saving=False decoding adds up and multiplies otherwise than prefill"
         if moe.layer._copies > 1 else "")
-    of_ranks = (of_products or _helped_gradients_reason(moe)) if moe.rank_invariant else (
+    of_ranks = (of_products or _helped_gradients_reason(moe) or (
+        "with token_saving=False the number of ranks decides whether a call decodes, with other products"
+        if moe.layer._copies > 1 else "")) if moe.rank_invariant else (
         "each rank adds up its rows of a token and rounds: pass rank_invariant=True")
     with torch.no_grad():
         weights = moe._weights()
@@ -95,6 +97,8 @@ def _products_reason(moe: EPMoE) -> str:
         return "products in float32 are those of torch, whose bits depend on the number of rows"
     if not lora.mixture_of_call(moe) and any(a.dropout and a.training for a in adapters):
         return "the adapter has dropout, whose mask depends on the number of rows"
+    if not on_gpu and (moe.is_fp8 or moe.computes_fp8):
+        return "on the CPU products in FP8 are those of torch, whose bits depend on the number of rows"
     if on_gpu and not experts_ops.fits_kernels(*(n for shape in moe._shapes.values() for n in shape[1:])):
         return "products with sizes that are no multiples of 16 are those of torch"
     if on_gpu and not capabilities(layer.device).has_hopper:

@@ -221,7 +221,7 @@ class _Total:
                                       "pass num_chunks=1")
         if self.sum is None:
             self.sum = factors.tensors[0].new_zeros(self.shape, dtype=torch.float32)
-        torch.ops.epmoe.grouped_wgrad_add(*factors.tensors, self.sum, 1.0, factors.portable)
+        factors.add_to(self.sum, 1.0)
         return self._count(self.sum)
 
     def add(self, grad: Tensor) -> Tensor | None:
@@ -275,6 +275,9 @@ def apply(layer: InternodeLayer, moe: EPMoE, num_chunks: int, params: tuple[Tens
     weight, _ = layer._enter(x, topk_idx, topk_weights, params, chunks=num_chunks)
     layout = layer._plan_rail(topk_idx, 0)
     gradients = requires_grad(x, topk_weights, *params)
+    if requires_grad(*params):  # both have a step of their own in the backward, and all ranks take it
+        assert weight is not None
+        x, weight = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight))
     with layer._ending():
         flight = Flight(layout, num_chunks)
         weight = _Scalars.apply(weight, layout)
