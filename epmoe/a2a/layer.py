@@ -775,7 +775,6 @@ class EPAll2AllLayer(CollectiveLayer):
         tag: [T] int32, a number that travels with each token, not in FP8; those of the rows take the place of
         the scales.
         """
-        x, weight = aligned(x), aligned(weight)
         if x_scale is not None:
             x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8
 
@@ -886,7 +885,6 @@ class EPAll2AllLayer(CollectiveLayer):
                  biases: tuple[Tensor | None, Tensor | None] = (None, None),
                  by_choice: bool = False) -> tuple[Tensor, Tensor | None]:
         """biases, by_choice: see EP_ARGS_combine of csrc/protocol/ops.h."""
-        rows, row_weight, row_scalar = aligned(rows), aligned(row_weight), aligned(row_scalar)
         out = self._empty(num_tokens, self.hidden)
         out_scalar = None
         if row_scalar is not None:

@@ -554,8 +554,6 @@ class LowLatencyAll2All(CollectiveLayer):
             else:
                 handle = self._check_result(out, fp8, layout)
                 mark_written(handle._written)
-            if isinstance(x, Tensor) and x.data_ptr() % 16:
-                x = x.clone()
             shape = x.shape if isinstance(x, Tensor) else ()
             handle.num_tokens = shape[0] if shape else 0
             handle.buffer = buffer
@@ -646,8 +644,6 @@ class LowLatencyAll2All(CollectiveLayer):
                 self._check_handle(handle)
             if type(fp8) is not bool:
                 raise TypeError(f"fp8: wanted True or False, got {fp8!r}")
-            if isinstance(y, Tensor) and y.data_ptr() % 16:
-                y = y.clone()
             if out is None:
                 out = self._allocator()((handle.num_tokens, self.hidden), (self.hidden, 1), self.dtype)
             elif not isinstance(out, Tensor):

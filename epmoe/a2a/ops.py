@@ -72,7 +72,7 @@ def _dispatch(x: Tensor, x_scale: Tensor | None, weight: Tensor | None, plan: Te
               after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EPAll2AllLayer = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH, buffer, plan, num_rows < 0):
-        rows, row_weight, recv, row_scale = layer._dispatch(x, weight, plan, buffer,
+        rows, row_weight, recv, row_scale = layer._dispatch(aligned(x), aligned(weight), plan, buffer,
                                                             num_rows, requires_grad, x_scale=x_scale)
     return (rows, absent(x) if row_weight is None else row_weight, recv,
             no_scales(x) if row_scale is None else row_scale)
@@ -84,7 +84,7 @@ def _combine(rows: Tensor, row_weight: Tensor | None, row_scalar: Tensor | None,
     layer: EPAll2AllLayer = layer_of(layer_id)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         none = absent(rows) if row_scalar is None else None  # before the operation: after it no rank waits
-        out, out_scalar = layer._combine(rows, row_weight, row_scalar, plan, recv,
+        out, out_scalar = layer._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan, recv,
                                          buffer, num_tokens, requires_grad)
     return out, none if out_scalar is None else out_scalar
 
@@ -248,10 +248,15 @@ def _combine_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor
                                                        ctx.num_rows)
     if ctx.has_weight:
         rows, row_weight = weighted
-        if ctx.needs_input_grad[1]:  # nobody knows whether an operation follows
-            d_weight = _weight_gradient(layer_of(ctx.layer), plan, g, rows)
-        g = (g * row_weight[:, None]).to(g.dtype)
+        g, d_weight = _weigh(ctx, plan, g, rows, row_weight)
     return g, d_weight, d_row_scalar if ctx.has_scalar else None, *[None] * 7
+
+
+def _weigh(ctx: Any, plan: Tensor, g: Tensor, rows: Tensor,
+           row_weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of rows and of their weights.  Nobody knows whether an operation follows."""
+    d_weight = _weight_gradient(layer_of(ctx.layer), plan, g, rows) if ctx.needs_input_grad[1] else None
+    return (g * row_weight[:, None]).to(g.dtype), d_weight
 
 
 def _weight_gradient(layer: EPAll2AllLayer, plan: Tensor, g: Tensor, rows: Tensor) -> Tensor:

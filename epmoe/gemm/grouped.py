@@ -74,9 +74,12 @@ def activation_of(number: int, alpha: float, limit: float) -> Activation | None:
 def aligned(t: _T) -> _T:
     """Return t, or a copy where its address is not a multiple of 16 bytes, as the kernels need it.
 
-    Autograd chooses the address of a gradient, and a bias may be a part of a larger tensor.  None gives None.
+    Autograd chooses the address of a gradient, and a bias may be a part of a larger tensor.  What is no dense
+    tensor is returned as it is: the module says what is wrong with it, also to the other ranks.
     """
-    return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
+    if not isinstance(t, Tensor) or t.layout is not torch.strided or t.data_ptr() % 16 == 0:
+        return t
+    return t.clone()
 
 
 def _out_shape(a: Tensor, b: Tensor, offsets: Tensor, kind: int, activation: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from ..comm.device import integer
 from ..comm.error_propagation import check_plain
 from ..comm.validation import agree
 from ..gemm.activations import Activation, is_gated
-from ..gemm.grouped import grouped_gemm, is_transposed
+from ..gemm.grouped import aligned, grouped_gemm, is_transposed
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import is_watched, join_backward, without_dynamo
@@ -692,6 +692,8 @@ class EPMoE(nn.Module):
             tokens, topk_idx, topk_weights = as_rows(layer, x, topk_idx, topk_weights)
             if torch.is_autocast_enabled(layer.device.type) and tokens.dtype.is_floating_point:
                 tokens = tokens.to(layer.dtype)
+            if not torch.compiler.is_compiling():
+                tokens = aligned(tokens)
             self._check_parameters(x, topk_weights)
             if mixed or adapters is not None:
                 numbers = lora_products.check_numbers(layer, mixed, adapters, x, topk_weights)
