@@ -96,14 +96,18 @@ template <int DTYPE, int ROWS> EP_FN void ep_transpose_read(EpEight<DTYPE> (&x)[
 }
 /* The largest magnitude of a thread's numbers, without NaN. */
 template <int DTYPE, int ROWS> EP_FN float ep_transpose_most(const EpEight<DTYPE> (&x)[ROWS]) {
-    float most = EP_QUANTIZE_LEAST;
+    float of_col[8], most = EP_QUANTIZE_LEAST;
+#pragma unroll
+    for (int j = 0; j < 8; j++) of_col[j] = EP_QUANTIZE_LEAST;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         float f[8];
         EpEight<DTYPE>::unpack(x[i], f);
 #pragma unroll
-        for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(f[j]));
+        for (int j = 0; j < 8; j++) of_col[j] = fmaxf(of_col[j], fabsf(f[j]));
     }
+#pragma unroll
+    for (int j = 0; j < 8; j++) most = fmaxf(most, of_col[j]);
     return most;
 }
 /* Each number times inverse, rounded. */
