@@ -159,7 +159,8 @@ def test_fp8_training_infers_as_it_trains(ranks):
     for *pairs, promised in ranks(run):
         for a, b in pairs:
             same_bits(a, b, "a result")
-        assert promised.trains_as_it_infers and promised.batch_invariant
+        is_promised = ranks.device.type == "cuda"  # on the CPU these products are torch's
+        assert promised.trains_as_it_infers == promised.batch_invariant == is_promised
 
 
 def test_fp8_training_scales_gradients(ranks):

@@ -24,7 +24,7 @@ from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import aligned, grouped_gemm, is_transposed
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
-from ..torch_modes import is_watched, join_backward, without_dynamo
+from ..torch_modes import is_transformed, is_watched, join_backward, without_dynamo
 from . import balance as balancing, checkpoint, chunks, decode as decoding, experts as experts_ops
 from . import formats, fp8, fp8_training
 from . import guards, lora, lora_products, move as moving, numerics, placement, shards, statistics
@@ -692,7 +692,7 @@ class EPMoE(nn.Module):
             tokens, topk_idx, topk_weights = as_rows(layer, x, topk_idx, topk_weights)
             if torch.is_autocast_enabled(layer.device.type) and tokens.dtype.is_floating_point:
                 tokens = tokens.to(layer.dtype)
-            if not torch.compiler.is_compiling():
+            if not (torch.compiler.is_compiling() or is_transformed()):  # else they have no address
                 tokens = aligned(tokens)
             self._check_parameters(x, topk_weights)
             if mixed or adapters is not None:
