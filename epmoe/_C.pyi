@@ -35,6 +35,7 @@ TRACE: Final[int]  # 1 in a build with the profiler, else 0
 ABI_VERSION: Final[int]  # of the protocol between ranks; must be the same on all
 MAX_RANKS: Final[int]
 MAX_TOPK: Final[int]
+LL_ID: Final[int]  # of the words of a low-latency handle, the one with the number of its dispatch
 NAME_BYTES: Final[int]
 NONCE_BYTES: Final[int]
 ALL_GATHER_BYTES: Final[int]

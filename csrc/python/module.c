@@ -9,6 +9,7 @@
 
 #include "protocol/gemm_params.h"
 #include "protocol/layout.h"
+#include "protocol/low_latency.h"
 #include "protocol/trace.h"
 
 /* True if a signal handler has raised an exception, for example after Ctrl-C. Python handles signals only
@@ -27,6 +28,7 @@ static const struct {
     {"ABI_VERSION", EP_ABI_VERSION},
     {"MAX_RANKS", EP_MAX_RANKS},
     {"MAX_TOPK", EP_MAX_TOPK},
+    {"LL_ID", EP_LL_ID},
     {"NAME_BYTES", EP_NAME_BYTES},
     {"NONCE_BYTES", EP_NONCE_BYTES},
     {"ALL_GATHER_BYTES", EP_ALL_GATHER_BYTES},

@@ -692,8 +692,6 @@ class EPMoE(nn.Module):
             tokens, topk_idx, topk_weights = as_rows(layer, x, topk_idx, topk_weights)
             if torch.is_autocast_enabled(layer.device.type) and tokens.dtype.is_floating_point:
                 tokens = tokens.to(layer.dtype)
-            if not (torch.compiler.is_compiling() or is_transformed()):  # else they have no address
-                tokens = aligned(tokens)
             self._check_parameters(x, topk_weights)
             if mixed or adapters is not None:
                 numbers = lora_products.check_numbers(layer, mixed, adapters, x, topk_weights)
@@ -703,6 +701,9 @@ class EPMoE(nn.Module):
                 self._begin_gradients()
             weights = self._weights()
             at_once = self._runs_at_once(path or layer, tokens, topk_weights, weights, watched)
+            # A call at once aligns what it needs.  Inside of a compiler or a transform they have no address.
+            if not (at_once or torch.compiler.is_compiling() or is_transformed()):
+                tokens = aligned(tokens)
             if not at_once or watched or self.expert_map is not None:  # else the module of C checks them
                 check_rows(layer, layer.max_tokens // layer._copies if path is None else path.max_tokens,
                            tokens, topk_idx, topk_weights)

@@ -275,11 +275,6 @@ EP_PTX float ep_ld_shared_f32(uint32_t src) {
     memcpy(&v, ep_at(src, 4), 4);
     return v;
 }
-EP_PTX float2 ep_ld_shared_f32x2(uint32_t src) {
-    float2 v;
-    memcpy(&v, ep_at(src, 8), 8);
-    return v;
-}
 /* A small copy is executed when its thread arrives at the mbarrier. Until then its destination is NaN. */
 static thread_local std::vector<std::pair<uint32_t, const void *>> ep_copies;
 EP_PTX void ep_cp_async_4(uint32_t dst, const void *src) {

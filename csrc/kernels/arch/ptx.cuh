@@ -304,11 +304,6 @@ EP_PTX float ep_ld_shared_f32(uint32_t src) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(src) : "memory");
     return v;
 }
-EP_PTX float2 ep_ld_shared_f32x2(uint32_t src) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(src) : "memory");
-    return v;
-}
 EP_PTX void ep_st_shared_u32(uint32_t dst, uint32_t v) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(dst), "r"(v) : "memory");
 }

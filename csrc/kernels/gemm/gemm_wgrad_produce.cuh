@@ -12,6 +12,7 @@
 #include "protocol/wgrad_fp8.h"
 
 template <bool F16, bool ADDS> struct EpWgradFp8Config : EpGemmConfig<EP_GEMM_WGRAD, 256, EP_ACT_NONE, F16> {
+    /* BY_BLOCK, although scales are of experts: the epilogue multiplies by none, and waits are lean. */
     static constexpr bool FP8 = true, BY_BLOCK = true, ACCUMULATES = ADDS;
     static constexpr int TRANS_A = false, TRANS_B = false;
     static constexpr int BOX_K = EP_TRANSPOSED_ROWS, BK = BOX_K;

@@ -13,7 +13,6 @@ from ...comm.device import status_of, stream_of
 from .config import ALIGNMENT
 from .utils import EventOverlap
 
-_NUMBER = slice(2, 3)  # of a handle's words: EP_LL_ID of csrc/protocol/low_latency.h
 _WEIGHTS_HIDDEN = 8  # numbers of a row that travels only for its weights
 
 
@@ -266,7 +265,7 @@ class LowLatency:
             weighed = weigher.dispatch(rows, handle.topk_idx, weights, buffer=inner.buffer)[3]
             # The words of a handle do not depend on H: those with the weights serve for the rows of x, too.
             # With the number of the rows' dispatch, combine sees whether the ranks combine different ones.
-            weighed._outputs[0][_NUMBER].copy_(inner._outputs[0][_NUMBER])
+            weighed._outputs[0][_C.LL_ID].copy_(inner._outputs[0][_C.LL_ID])
             both = LowLatencyHandle(a2a, inner._key, (weighed._outputs[0], *inner._outputs[1:]))
             both.num_tokens, both.buffer = inner.num_tokens, inner.buffer
             if return_recv_hook:
