@@ -13,7 +13,6 @@ from .layer import alternate, record_layer
 from .w4 import OVER, Formats, alone, held, shapes
 
 
-
 def jobs(run):
     found = shapes(run)
     return [(shape.name, functools.partial(measure, run, shape, shape is found[-1])) for shape in found]
@@ -26,9 +25,10 @@ def measure(run, of_all, is_last):
     x, idx, weight = run.inputs(shape)
     args = x.bfloat16(), idx, weight
     with Formats(run, shape, shape.tokens) as formats:
-        _, errors = formats.check([args], decode=False)
+        found, errors = formats.check([args], decode=False)
+        in_fp8, errors[w4_tables.IN_FP8] = formats.in_fp8(args, found["bf16"][0])
         ms = alternate(run, **{name: functools.partial(moe, *args, decode=False)
-                               for name, moe in formats.modules.items()})
+                               for name, moe in (formats.modules | {w4_tables.IN_FP8: in_fp8}).items()})
     for name, t in ms.items():
         over = {other: ms[other] for other in OVER.get(name, ()) if other in ms}
         record_layer(run, w4_tables.LAYER, shape, w4_tables.impl_of(name), t, over,

@@ -4,6 +4,7 @@ bf16    an EPMoE in 16 bits
 FP8     an EPMoE with weight_dtype=torch.float8_e4m3fn; left out where it does not take the sizes
 MXFP4   an EPMoE with weight_dtype="mxfp4"
 INT4    an EPMoE with weight_dtype="int4", groups of 32
+MXFP4 in FP8   in prefill the weights of MXFP4, with compute_dtype=torch.float8_e4m3fn
 
 All share a communication layer, and have the same weights before they were quantised.  A twin in 16 bits gets
 the dequantised weights of MXFP4 or INT4: their results must have the bits of its results.  bf16 is compared
@@ -26,17 +27,17 @@ from .check import poisoned
 from .gemm_fp8 import E4M3
 from .measure import slowest
 from .shapes import KNOWN_SHAPES
-from .w4_tables import FORMATS
+from .w4_tables import FORMATS, IN_FP8
 
 DTYPES = dict(zip(FORMATS, (None, E4M3, "mxfp4", "int4")))
 # The formats whose times a format is compared with.
-OVER = {"FP8": ("bf16",), "MXFP4": ("FP8", "bf16"), "INT4": ("FP8", "bf16")}
+OVER = {"FP8": ("bf16",), **dict.fromkeys(("MXFP4", "INT4", IN_FP8), ("FP8", "bf16"))}
 FOUR_BITS = ("INT4", "MXFP4")
 SHAPES = "gpt-oss-120b", "dsv3", "v4-flash"
 RANKS = 4  # a rank that is alone is one of them
 SAMPLED = 4  # tokens of a rank that are compared with float64
 # The norm of the difference from bf16 over that of bf16, and of the difference of bf16 from float64.
-MOST_ERROR = {"FP8": 0.1, "MXFP4": 0.3, "INT4": 0.2, "bf16": 0.02}
+MOST_ERROR = {"FP8": 0.1, "MXFP4": 0.3, "INT4": 0.2, IN_FP8: 0.3, "bf16": 0.02}
 
 
 def shapes(run):
@@ -118,11 +119,11 @@ class Formats:
         self.generator = torch.Generator(run.device).manual_seed(4000 + run.rank)
         self.fill()
 
-    def module(self, weight_dtype):
+    def module(self, weight_dtype, **options):
         shape, is_gpt_oss = self.shape, self.shape.name.startswith("gpt-oss")
         return epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, layer=self.op,
                            activation="gpt_oss" if is_gpt_oss else "swiglu", bias=is_gpt_oss,
-                           weight_dtype=weight_dtype)
+                           weight_dtype=weight_dtype, **options)
 
     def __enter__(self):
         return self
@@ -161,6 +162,24 @@ class Formats:
                         moe._format.format, numbers[e], scales[e], None, torch.bfloat16)
             self.is_twin_of = name
         return self.twin
+
+    def in_fp8(self, args, of_bf16):
+        """Return a module that multiplies the weights of MXFP4 in FP8, and its error.  Collective.
+
+        args: of a call.  of_bf16: its result in bf16.
+        """
+        found = []
+        for moe in (self.modules["MXFP4"], self.twin_of("MXFP4")):
+            found.append(self.module(moe.weight_dtype if moe is not self.twin else None, compute_dtype=E4M3))
+            for name, p in moe.named_parameters():
+                setattr(found[-1], name, p)
+        with poisoned():
+            got, want = (moe(*args) for moe in found)
+        error = error_of(self.run, [got], [of_bf16])
+        self.run.agree("" if have_same_bits([got], [want]) and error <= MOST_ERROR[IN_FP8] else
+                       f"{IN_FP8}: other bits than one of 16 bits in FP8 with the same weights, or wrong by "
+                       f"{error:.3f} of the norm of bf16")
+        return found[0], error
 
     def bytes_of_expert(self, name):
         """Return the bytes of the parameters of an expert in a format."""

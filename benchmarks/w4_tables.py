@@ -5,18 +5,19 @@ A table is (caption, head, lines of cells).  docs/tables.py needs this without t
 
 LAYER, DECODE = "layer --w4", "decode --w4"  # what rows call the benches
 FORMATS = ("bf16", "FP8", "MXFP4", "INT4")
+IN_FP8 = "MXFP4 in FP8"  # of layer --w4: the same weights, expanded to FP8 in each call
 PEERS = ("grouped_mm", "Triton MXFP4")  # of transformers
 HBM_TBPS = 4.8  # of an H200: what its memory can deliver
 
 
 def impl_of(name):
     """Return what rows call a format or a peer."""
-    return f"{'epmoe' if name in FORMATS else 'transformers'} {name}"
+    return f"{'epmoe' if name in (*FORMATS, IN_FP8) else 'transformers'} {name}"
 
 
 def _found(rows, bench):
     """Return {shape: {T: {name of a format or peer: row}}} of a bench."""
-    names, found = {impl_of(name): name for name in (*FORMATS, *PEERS)}, {}
+    names, found = {impl_of(name): name for name in (*FORMATS, IN_FP8, *PEERS)}, {}
     for row in rows:
         if row["bench"] == bench and row["impl"] in names:
             of_tokens = found.setdefault(row["shape"], {}).setdefault(row["tokens"], {})
@@ -63,13 +64,14 @@ def decode_tables(rows):
 
 def layer_tables(rows):
     """Return one table with a line for each shape, or none without rows."""
-    lines, pairs = [], [(name, over) for name in ("MXFP4", "INT4") for over in ("bf16", "FP8")]
+    lines, names = [], (*FORMATS, IN_FP8)
+    pairs = [(name, over) for name in ("MXFP4", "INT4", IN_FP8) for over in ("bf16", "FP8")]
     for shape, by_tokens in _found(rows, LAYER).items():
         for tokens, of in by_tokens.items():
             row = next(iter(of.values()))
-            lines.append([shape, str(tokens), *_cells(of, FORMATS, lambda row: f"{row['ms']:.2f}"),
+            lines.append([shape, str(tokens), *_cells(of, names, lambda row: f"{row['ms']:.2f}"),
                           *(_ratio(of, *pair) for pair in pairs)])
-    head = ["shape", "T", *FORMATS, *("/".join(pair) for pair in pairs)]
+    head = ["shape", "T", *names, *("/".join(pair) for pair in pairs)]
     return [_without_empty(f"Whole layers{_ranks(row)}, ms", head, lines)] if lines else []
 
 

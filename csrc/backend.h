@@ -79,6 +79,7 @@ typedef struct {
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
     int (*transpose)(int device, const EpTransposeParams *p, void *stream);
     int (*quantize_weight)(int device, const EpQuantizeWeightParams *p, void *stream);
+    int (*expand)(int device, const EpExpandParams *p, void *stream);
     int (*wgrad_fp8)(int device, const EpWgradFp8Params *p, void *stream); /* NULL if there is none */
     /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: gemm needs none. */
     int (*tile_counter)(int device, void *stream, uint64_t **counter);

@@ -435,6 +435,18 @@ typedef struct {
 } EpQuantize;
 int ep_quantize(const EpQuantize *quantize, void *stream);
 
+/* Weights of 4 bits to FP8: local to a rank. protocol/four_bit.h has the layout of the first three, and what
+ * is computed. N and K are multiples of 64. */
+typedef struct {
+    const EpTensor *numbers;  /* u8 [L][N][K / 2] */
+    const EpTensor *scales;   /* [L][N / 64][K / 256][64 * 256 / group], K / 256 rounded up: u8, or dtype */
+    const EpTensor *zeros;    /* NULL, or u8 as scales */
+    const EpTensor *q;        /* u8 [L][N][K], the bytes of e4m3 numbers */
+    const EpTensor *q_scales; /* f32 [L][N / 128][K / 128], rounded up */
+    uint32_t dtype;           /* EP_BF16 or EP_F16: to which a weight is rounded before it is quantised */
+} EpExpand;
+int ep_expand(const EpExpand *expand, void *stream);
+
 /* ---- the gradient of weights in FP8: local to a rank. protocol/wgrad_fp8.h has the layout of transposed
  * rows [C][P], and what each operation computes. On CUDA, C is a multiple of 16. ---- */
 

@@ -246,6 +246,17 @@ def quantize_fp8(
     /,
 ) -> None: ...
 
+# Weights of 4 bits to FP8; see csrc/protocol/four_bit.h.  q is uint8 here.
+def expand_fp8(
+    numbers: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    q: Tensor,
+    q_scales: Tensor,
+    is_f16: bool,
+    /,
+) -> None: ...
+
 # The gradient of weights in FP8; see csrc/protocol/wgrad_fp8.h.  Numbers of FP8 are uint8 here.
 def transpose_fp8(
     x: Tensor, x_scale: Tensor, offsets: Tensor, q: Tensor, scales: Tensor, /

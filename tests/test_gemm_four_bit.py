@@ -5,7 +5,8 @@ import torch
 
 import epmoe
 from cases import first, poison_memory
-from epmoe.gemm import four_bit, grouped
+from epmoe.gemm import four_bit, grouped, quantize, wgrad_fp8
+from outcomes import check_outcomes, outcome
 
 FORMATS = [four_bit.Mxfp4(), four_bit.Int4(32), four_bit.Int4(64, True), four_bit.Int4(128),
            four_bit.Int4(128, True)]
@@ -47,6 +48,42 @@ def test_the_bits_of_16_bit_weights(format, dtype, shapes, device):
                                          b_scale=packed.scales, b_zero=packed.zeros)
                 want = epmoe.grouped_gemm(x, plain, counts, activation=activation, **options)
                 assert torch.equal(got, want), (n, k, sizes, activation)
+
+
+@pytest.mark.parametrize("device", _devices())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_in_fp8_they_have_the_bits_of_quantised_16_bit_weights(format, dtype, device):
+    for n, k, sizes in [(64, 64, (1,)), (192, 320, (1, 2)), (576, 640, (1, 1, 1))]:
+        packed = _problem(format, n, k, sizes, dtype, device)[0]
+        packed.scales[0, 0, 0, :3] = 0  # MXFP4: 2^-127
+        plain = four_bit.dequantize(format, *packed, dtype)
+        poison_memory()
+        got = quantize.expand_fp8(*packed, dtype)
+        want = wgrad_fp8.quantize_fp8_weight_pair(plain)
+        assert torch.equal(got[0].view(torch.uint8), want[0].view(torch.uint8))
+        assert torch.equal(got[1], want[1])
+
+
+def test_in_fp8_mxfp4_is_exact():
+    """Where the scales of a block differ by less than 2^13."""
+    weight = torch.randn(2, 128, 256) * torch.exp2(torch.arange(128) % 12 - 11.0)[:, None]
+    packed = four_bit.quantize(four_bit.Mxfp4(), weight, torch.bfloat16)
+    q, scales = quantize.expand_fp8(*packed, torch.bfloat16)
+    got = q.float() * scales.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert torch.equal(got, four_bit.dequantize(four_bit.Mxfp4(), *packed, torch.float32))
+
+
+def test_in_fp8_wrong_arguments():
+    numbers, scales, _ = four_bit.quantize(four_bit.Mxfp4(), torch.ones(2, 64, 128), torch.bfloat16)
+    zeros = torch.zeros_like(scales)
+    for wrong, error, text in [((numbers[:, :32], scales, None), "ValueError", "32 by 128"),
+                               ((numbers, scales[:1], None), "ValueError", "scales of the weights"),
+                               ((numbers, scales, zeros), "ValueError", "MXFP4 has no zeros"),
+                               ((numbers, scales.bfloat16()[..., :256], None), "ValueError", "contiguous"),
+                               ((numbers, scales.float(), None), "TypeError", "bfloat16"),
+                               ((numbers.int(), scales, None), "TypeError", "uint8")]:
+        check_outcomes([outcome(lambda: quantize.expand_fp8(*wrong, torch.bfloat16))], error, text)
 
 
 @pytest.mark.parametrize("device", _devices())

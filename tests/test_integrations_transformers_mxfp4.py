@@ -181,8 +181,12 @@ def test_transformers_mxfp4_experts_mistakes():
 def test_transformers_modules_of_one_shape_have_the_same_options():
     """Those of the module, and not only those of the layer that they share."""
     E4M3 = torch.float8_e4m3fn
-    model = spread_experts(gpt_oss(), max_tokens=32, compute_dtype=E4M3, rank_invariant=True)
-    modules = [layer.mlp.experts for layer in model.model.layers]
-    assert modules[0].layer is modules[1].layer
-    assert all(moe.computes_fp8 and moe.rank_invariant for moe in modules)
-    modules[0].finalize()
+    for weight_dtype in (None, "mxfp4"):
+        model = spread_experts(gpt_oss(), max_tokens=32, compute_dtype=E4M3, rank_invariant=True,
+                               weight_dtype=weight_dtype)
+        modules = [layer.mlp.experts for layer in model.model.layers]
+        assert modules[0].layer is modules[1].layer
+        assert all(moe.computes_fp8 and moe.rank_invariant for moe in modules)
+        with torch.no_grad():
+            assert model.eval()(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+        modules[0].finalize()

@@ -134,6 +134,85 @@ def test_moe_four_bit_tokens_in_fp8_have_the_bits_of_quantised_tokens(ranks, wei
         assert all(is_right for *_, is_right in results), [r[:2] for r in results if not r[2]]
 
 
+COMPUTE_OPTIONS = [{}, {"bias": True, "activation": "gpt_oss"}, {"dtype": torch.float16, "fused": True},
+                   {"activation": "relu2", "fused": False}, {"rank_invariant": True}]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("weight_dtype", FORMATS, ids=str)
+def test_moe_four_bit_computes_in_fp8_as_16_bits_do(ranks, weight_dtype, size):
+    """With compute_dtype a layer has the bits of that of 16 bits with the dequantised weights."""
+
+    def run(world, device):
+        found = []
+        for i, options in enumerate(COMPUTE_OPTIONS):
+            num_experts = 2 * world.size + 1
+            torch.manual_seed(i)
+            options = options | {"compute_dtype": E4M3}
+            moe = make(world, device, num_experts, weight_dtype, **options)
+            twin = twin_of(moe, world, **options)
+            fixed = make(world, device, num_experts, weight_dtype, **options, capacity=4 * TOKENS * K)
+            fixed.load_state_dict(moe.state_dict())
+            for seed in range(2):
+                args = inputs(world, device, num_experts, seed, moe.layer.dtype)
+                with torch.no_grad():
+                    want = twin(*args)
+                    found += [(i, "alone", same(moe(*args), want)), (i, "capacity", same(fixed(*args), want)),
+                              (i, "numbers", not len(want) or bool(want.isfinite().all() and want.any()))]
+            for module in (moe, twin, fixed):
+                module.finalize()
+        return found
+
+    for results in ranks(run, world_size=size):
+        assert all(is_right for *_, is_right in results), [r[:2] for r in results if not r[2]]
+
+
+def test_moe_four_bit_computes_in_fp8_beside_decoding(ranks):
+    """A module that multiplies in FP8 shares layer and parameters with one that decodes in 16 bits."""
+
+    def run(world, device):
+        moe = make(world, device, 24)
+        prefill = epmoe.EPMoE(HIDDEN, INNER, 24, K, layer=moe.layer, weight_dtype="mxfp4", compute_dtype=E4M3)
+        for name, p in moe.named_parameters():
+            setattr(prefill, name, p)
+        args, found = inputs(world, device, 24), []
+        with torch.no_grad():
+            want = prefill(*args)
+            found.append(prefill.last_layout is not None)
+            y = moe(*args)
+            found.append(moe.last_layout is None and not same(y, want) and same(prefill(*args), want))
+            moe.down_proj_scales.data += 1  # all weights of the second product are doubled
+            found.append(same(prefill(*args), 2 * want))
+        said = repr(prefill), outcome(lambda: prefill.enable_decode(4))
+        check_outcomes([outcome(lambda: prefill(args[0].clone().requires_grad_(), *args[1:]))],
+                       "RuntimeError", "MXFP4 has no gradients")
+        moe.finalize()
+        return found, *said
+
+    for found, said, refusal in ranks(run):
+        assert all(found), found
+        assert "weights in MXFP4, products in FP8, " in said
+        check_outcomes([refusal], "ValueError", "without compute_dtype")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("data, bound", [("normal", 0.08), ("heavy", 0.1)])
+@pytest.mark.parametrize("weight_dtype", FORMATS, ids=str)
+def test_moe_four_bit_in_fp8_beside_float64(weight_dtype, data, bound):
+    """Of the dequantised weights: the rounding of rows adds most of the error, in MXFP4 all of it."""
+    world = epmoe.thread_worlds(1)[0]
+    moe = make(world, "cpu", 4, weight_dtype, compute_dtype=E4M3)
+    x, idx, weight = inputs(world, "cpu", 4)
+    if data == "heavy":
+        x = x * torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.02, 30, 1)
+    up, down = (dequantized(moe, name).double() for name in NAMES)
+    with torch.no_grad():
+        y = moe(x.bfloat16(), idx, weight)
+    want = reference.moe(x.bfloat16().double(), idx, weight.double(), up, down, "swiglu")
+    assert (y.double() - want).norm() < bound * want.norm()
+    moe.finalize()
+
+
 def test_moe_four_bit_sends_fp8(ranks):
     """By itself in decoding, beside a module of the same layer that does not, and not with an adapter."""
 
@@ -221,17 +300,18 @@ def test_moe_four_bit_decodes_by_itself_and_shares_a_layer(ranks):
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("weight_dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("capacity", [None, 4 * TOKENS * K], ids=["decode", "capacity"])
-def test_moe_four_bit_in_a_cuda_graph(ranks, weight_dtype, capacity):
+@pytest.mark.parametrize("options", [{}, {"capacity": 4 * TOKENS * K},
+                                     {"capacity": 4 * TOKENS * K, "compute_dtype": E4M3}], ids=str)
+def test_moe_four_bit_in_a_cuda_graph(ranks, weight_dtype, options):
     """A captured layer is replayed with new tokens, between calls outside of the graph.
 
     Ranks that are threads do not replay graphs beside each other, so without torchrun there is one.
     """
     def run(world, device):
-        moe, found = make(world, device, 8, weight_dtype, capacity=capacity), []
-        if capacity is None:
+        moe, found = make(world, device, 8, weight_dtype, **options), []
+        decode = not options
+        if decode:
             moe.enable_decode(TOKENS)
-        decode = capacity is None
         with torch.no_grad():
             fixed = [t[:5].clone() for t in inputs(world, device, 8, seed=world.rank)]
             moe(*fixed, decode=decode)
@@ -295,15 +375,19 @@ def over_nodes(nodes, weight_dtype, options):
     twin = twin_of(moe, nodes, **options)
     sends = make(nodes, "cpu", 8, weight_dtype, **options, dispatch_dtype=E4M3)
     sends.load_state_dict(moe.state_dict())
+    computes = make(nodes, "cpu", 8, weight_dtype, **options, compute_dtype=E4M3)
+    computes.load_state_dict(moe.state_dict())
+    computes_too = twin_of(moe, nodes, **options, compute_dtype=E4M3)
     found = []
     for seed in range(2):
         x, *args = inputs(nodes, "cpu", 8, seed)
         with torch.no_grad():
+            found.append(same(computes(x, *args), computes_too(x, *args)))
             found += [same(moe(x, *args), twin(x, *args)), same(sends(x, *args), moe(as_sent(x), *args))]
     state = moe.state_dict()
     moe.load_state_dict(state)
     found.append(set(state) >= {f"{n}_{'blocks' if weight_dtype == 'mxfp4' else 'packed'}" for n in NAMES})
-    for module in (moe, twin, sends):
+    for module in (moe, twin, sends, computes, computes_too):
         module.finalize()
     return found
 
@@ -607,7 +691,12 @@ def test_moe_four_bit_has_no_gradients(ranks, how, max_tokens):
     ({"weight_dtype": torch.uint8}, "TypeError", "epmoe.Int4"),
     ({"delay_wgrad_compute": True}, "ValueError", "MXFP4 have no gradients"),
     ({"fuse_wgrad_accumulation": True}, "ValueError", "have no gradients"),
-    ({"compute_dtype": torch.float8_e4m3fn}, "ValueError", "MXFP4 have no gradients"),
+    ({"compute_dtype": E4M3, "wgrad_dtype": torch.bfloat16}, "ValueError", "wgrad_dtype with compute_dtype"),
+    ({"compute_dtype": E4M3, "dispatch_dtype": E4M3}, "ValueError", "dispatch_dtype with compute_dtype"),
+    ({"compute_dtype": E4M3, "token_saving": False}, "ValueError", "token_saving"),
+    ({"compute_dtype": E4M3, "delay_wgrad_compute": True}, "ValueError", "MXFP4 have no gradients"),
+    ({"compute_dtype": torch.float8_e5m2}, "TypeError", "compute_dtype torch.float8_e5m2"),
+    ({"compute_dtype": E4M3}, "EpMismatch", "compute_dtype torch.float8_e4m3fn"),
     ({"dispatch_dtype": torch.float16}, "TypeError", "dispatch_dtype torch.float16: must be torch.float8"),
     ({"dispatch_dtype": E4M3, "hidden": 192}, "ValueError", "hidden 192 with dispatch_dtype"),
     ({"dispatch_dtype": E4M3, "weight_dtype": E4M3}, "ValueError", "only for weights of 4 bits"),

@@ -374,6 +374,11 @@ static int quantize_weight(int device, const EpQuantizeWeightParams *p, void *st
     ep_cpu_quantize_weight(p);
     return 0;
 }
+static int expand(int device, const EpExpandParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_expand(p);
+    return 0;
+}
 
 const EpBackend ep_cpu_backend = {
     .heap_device = heap_device,
@@ -405,6 +410,7 @@ const EpBackend ep_cpu_backend = {
     .quantize = quantize,
     .transpose = transpose,
     .quantize_weight = quantize_weight,
+    .expand = expand,
     .preload = preload,
 };
 

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "cpu/ops.h"
+#include "cpu/quantize.h"
 #include "cpu/rows.h"
 #include "protocol/activation_math.h"
 #include "runtime/error.h"
@@ -98,25 +99,6 @@ static void store_row(const Work *g, uint32_t expert, uint32_t row, float *y) {
     g->loop->store(p->out, g->dtype, (uint64_t)row * num, y, num);
 }
 
-/* Expand a row of weights of 4 bits: each rounded to dtype, as float32. */
-static void expand(const Work *g, uint32_t expert, uint32_t n, float *to) {
-    const EpGemmParams *p = g->p;
-    const EpFourBit *w = g->four_bit;
-    const uint8_t *codes = (const uint8_t *)p->b + (uint64_t)expert * p->n * (p->k / 2);
-    for (uint32_t k = 0; k < p->k; k++) {
-        const uint64_t group = ep_four_bit_scale(w, p->n, p->k, expert, n, k);
-        const uint32_t code = ep_four_bit_code(w, codes, p->k, n, k);
-        const int zero = w->zeros ? w->zeros[group] : 8;
-        to[k] = w->format == EP_MXFP4 ? ep_four_bit_mxfp4(code, ((const uint8_t *)w->scales)[group])
-                                      : (float)((int)code - zero) * ep_cpu_number(w->scales, g->dtype, group);
-    }
-    uint16_t rounded[EP_FOUR_BIT_UNIT];
-    for (uint32_t k = 0; k < p->k; k += EP_FOUR_BIT_UNIT) {
-        g->loop->store(rounded, g->dtype, 0, to + k, EP_FOUR_BIT_UNIT);
-        g->loop->load(to + k, rounded, g->dtype, 0, EP_FOUR_BIT_UNIT);
-    }
-}
-
 /* num rows from `row` on, at most BLOCK. */
 static void forward(const Work *g, uint32_t expert, uint32_t row, uint32_t num) {
     const EpGemmParams *p = g->p;
@@ -126,7 +108,7 @@ static void forward(const Work *g, uint32_t expert, uint32_t row, uint32_t num) 
     load_low_rows(g, row, num);
     for (uint32_t n = 0; n < p->n; n++) {
         float sums[STEP], low[STEP];
-        if (g->four_bit) expand(g, expert, n, g->panel);
+        if (g->four_bit) ep_cpu_expand_row(g->four_bit, p, expert, n, g->panel);
         else g->loop->load(g->panel, p->b, g->dtype, ((uint64_t)expert * p->n + n) * p->k, p->k);
         if (g->low)
             g->loop->load(g->low_panel, g->low->b, g->dtype, ((uint64_t)expert * p->n + n) * g->low->r,

@@ -290,6 +290,11 @@ static int quantize_weight(int device, const EpQuantizeWeightParams *p, void *st
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_quantize_weight(p, stream),
                                         "quantisation kernel of weights"));
 }
+static int expand(int device, const EpExpandParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_expand(p, stream), "expansion kernel"));
+}
 static int wgrad_fp8(int device, const EpWgradFp8Params *p, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
@@ -387,6 +392,7 @@ const EpBackend ep_cuda_backend = {
     .quantize = quantize,
     .transpose = transpose,
     .quantize_weight = quantize_weight,
+    .expand = expand,
     .wgrad_fp8 = wgrad_fp8,
     .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,

@@ -28,6 +28,7 @@ int ep_launch_activation(const EpActivationParams *p, void *stream);
 int ep_launch_quantize(const EpQuantizeParams *p, void *stream);
 int ep_launch_transpose(const EpTransposeParams *p, void *stream);
 int ep_launch_quantize_weight(const EpQuantizeWeightParams *p, void *stream);
+int ep_launch_expand(const EpExpandParams *p, void *stream);
 int ep_launch_wgrad_fp8(const EpWgradFp8Params *p, void *stream);
 int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
 int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream);

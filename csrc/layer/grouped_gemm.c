@@ -96,34 +96,6 @@ static int read_scales(const EpGemm *g, const EpGemmParams *p, EpGemmScales *sca
     return 0;
 }
 
-/* Check the scales and zeros of weights of 4 bits. Their shapes and dtypes say what the format is. */
-static int read_four_bit(const EpGemm *g, const EpGemmParams *p, EpFourBit *four_bit) {
-    const EpTensor *scale = g->b_scale;
-    const bool is_mxfp4 = scale->dtype == EP_U8;
-    const int64_t in_block = scale->num_dims == 4 ? scale->shape[3] / EP_FOUR_BIT_UNIT : 0;
-    const int64_t group = in_block > 0 ? EP_FOUR_BIT_BLOCK / in_block : 0;
-    if (group * in_block != EP_FOUR_BIT_BLOCK || !ep_four_bit_is_group(is_mxfp4 ? EP_MXFP4 : EP_INT4, group))
-        return ep_error(
-            EP_EINVAL,
-            "scales of weights of 4 bits: wanted 4 dimensions, and the last one %s, got %u and %lld",
-            is_mxfp4 ? "512" : "512, 256 or 128", scale->num_dims,
-            scale->num_dims == 4 ? (long long)scale->shape[3] : 0);
-    if (is_mxfp4 && g->b_zero)
-        return ep_error(EP_EINVAL, "b_zero: must be absent, because MXFP4 has no zeros");
-    const int64_t L = p->num_experts, num_rows = p->n / EP_FOUR_BIT_UNIT, last = EP_FOUR_BIT_UNIT * in_block;
-    const int64_t num_blocks = ep_four_bit_num_blocks(p->k);
-    const EpWanted wanted[] = {
-        {"scales of the weights", scale, is_mxfp4 ? EP_U8 : g->a->dtype, 4, {L, num_rows, num_blocks, last}},
-        {"zeros of the weights", g->b_zero, EP_U8, 4, {L, num_rows, num_blocks, last}}};
-    for (uint32_t i = 0; i < 2; i++)
-        EP_TRY(ep_tensor_check(&wanted[i], g->a->kind, g->a->device, g->a->kind == EP_CUDA ? 16 : 2));
-    four_bit->scales = scale->data;
-    four_bit->zeros = g->b_zero ? (const uint8_t *)g->b_zero->data : NULL;
-    four_bit->format = is_mxfp4 ? EP_MXFP4 : EP_INT4;
-    four_bit->group = (uint32_t)group;
-    return 0;
-}
-
 int ep_check_low_rank(const EpTensor *low_a, const EpTensor *low_b, const EpGemmParams *p, EpBackendKind kind,
                       int device, EpLowRank *low) {
     const uint32_t dtype = p->is_f16 ? EP_F16 : EP_BF16;
@@ -176,7 +148,10 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     const bool has_low_rank = g->low_a || g->low_b;
     if (!backend) return EP_EINVAL;
     EP_TRY(check_sizes(g, &p));
-    if (has_four_bits(g)) EP_TRY(read_four_bit(g, &p, &four_bit));
+    if (has_four_bits(g)) {
+        const EpFourBitSizes sizes = {p.num_experts, p.n, p.k, g->a->dtype};
+        EP_TRY(ep_read_four_bit(g->b_scale, g->b_zero, &sizes, g->a, &four_bit));
+    }
     if (g->a_scale && !ep_multiplies(where, EP_IN_FP8))
         return ep_error(EP_EINVAL, "rows in FP8 on the CPU: the grouped GEMM of FP8 runs on CUDA only");
     if (g->a_scale) EP_TRY(read_scales(g, &p, &scales));

@@ -51,5 +51,12 @@ int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombinePa
 /* Check a product of low rank that is added to a product whose sizes p has, and fill in low. */
 int ep_check_low_rank(const EpTensor *low_a, const EpTensor *low_b, const EpGemmParams *p, EpBackendKind kind,
                       int device, EpLowRank *low);
+/* Check the scales and zeros of weights [num][n][k] of 4 bits, and fill in four_bit. Their shapes and dtypes
+ * say what the format is. dtype: of the rows. first: a tensor on the device. */
+typedef struct {
+    uint32_t num, n, k, dtype;
+} EpFourBitSizes;
+int ep_read_four_bit(const EpTensor *scale, const EpTensor *zero, const EpFourBitSizes *sizes,
+                     const EpTensor *first, EpFourBit *four_bit);
 
 #endif /* EP_PREPARE_H */

@@ -18,12 +18,12 @@
  * scales: [L][N / 64][K / 256][64][256 / group], of bytes or of the rows' dtype, and zeros the
  * same, of bytes. K / 256 is rounded up, and what is past K is 0.
  *
- * Exports EpFourBitFormat, EpFourBit, and ep_four_bit_*.
+ * Exports EpFourBitFormat, EpFourBit, EpExpandParams and ep_four_bit_*.
  * Invariant: a scale of MXFP4 is at most 2: its byte is at most EP_MXFP4_MAX_SCALE. Whoever packs weights
  * checks it, because the exponents of the kernels end there. */
 #ifndef EP_FOUR_BIT_H
 #define EP_FOUR_BIT_H
-#include <math.h>
+#include <string.h>
 
 #include "protocol/port.h"
 
@@ -40,6 +40,17 @@ typedef struct {
     uint32_t format;      /* EpFourBitFormat */
     uint32_t group;       /* 32, 64 or 128; K is a multiple */
 } EpFourBit;
+
+/* Weights of 4 bits to e4m3, with a scale for each block of 128 by 128: each weight, rounded to `dtype`, is
+ * quantised as EpQuantizeWeightParams (wgrad_fp8.h) quantises weights in that dtype. */
+typedef struct {
+    const uint8_t *numbers; /* [num][n][k / 2] */
+    EpFourBit weights;
+    uint8_t *q;         /* [num][n][k] */
+    float *q_scales;    /* [num][n / 128][k / 128], rounded up */
+    uint32_t num, n, k; /* n and k are multiples of EP_FOUR_BIT_UNIT */
+    uint32_t dtype;     /* EP_BF16 or EP_F16 */
+} EpExpandParams;
 
 EP_PURE bool ep_four_bit_is_group(uint32_t format, int64_t group) {
     return group == 32 || (format == EP_INT4 && (group == 64 || group == 128));
@@ -87,7 +98,10 @@ EP_PURE float ep_four_bit_e2m1(uint32_t code) {
 }
 /* A weight of MXFP4 as float32: exactly. */
 EP_PURE float ep_four_bit_mxfp4(uint32_t code, uint32_t scale) {
-    return ldexpf(ep_four_bit_e2m1(code), (int)scale - 127);
+    const uint32_t bits = scale ? scale << 23 : 1u << 22; /* 2^-127 is subnormal */
+    float power;
+    memcpy(&power, &bits, 4);
+    return ep_four_bit_e2m1(code) * power;
 }
 
 #endif /* EP_FOUR_BIT_H */

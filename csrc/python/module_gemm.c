@@ -1,5 +1,6 @@
 /* module_gemm.c - the functions of epmoe._C that need no world: the grouped GEMM by itself, the gradient of
- * an activation, the physical experts of choices, rows to FP8, and what a device can do. Exports
+ * an activation, the physical experts of choices, rows and weights of 4 bits to FP8, and what a device can
+ * do. Exports
  * ep_gemm_methods. */
 #include "protocol/gemm_params.h"
 #include "python/module.h"
@@ -107,6 +108,23 @@ FAST(device_query) {
                 : Py_BuildValue("IIIO", d.major, d.minor, d.num_sms, d.has_hopper ? Py_True : Py_False);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(activation),       METHOD(quantize_fp8),
-                                 METHOD(map_choices),  METHOD(gemm_has_counter), METHOD(device_query),
-                                 {NULL, NULL, 0, NULL}};
+/* (numbers, scales, zeros, q, q_scales, is_f16); see EpExpand */
+FAST(expand_fp8) {
+    EpTensor t[5];
+    EpExpand a = {0};
+    uint32_t is_f16;
+    int code;
+    WANT(6);
+    const EpTensor **const to[] = {&a.numbers, &a.scales, &a.zeros, &a.q, &a.q_scales};
+    if (!ep_get_u32(args[5], &is_f16)) return NULL;
+    for (int i = 0; i < 5; i++)
+        if (!ep_get_tensor(args[i], i == 2, &t[i], to[i])) return NULL;
+    a.dtype = is_f16 ? EP_F16 : EP_BF16;
+    void *stream = ep_stream_of(t[0].kind, t[0].device, args[0]);
+    WITHOUT_LOCK(code = ep_expand(&a, stream));
+    return ep_done(code);
+}
+
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(activation),   METHOD(quantize_fp8),
+                                 METHOD(expand_fp8),   METHOD(map_choices),  METHOD(gemm_has_counter),
+                                 METHOD(device_query), {NULL, NULL, 0, NULL}};

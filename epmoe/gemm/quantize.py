@@ -214,3 +214,41 @@ def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
         q[e] = (blocks * inverse).to(q.dtype).flatten(2, 3).flatten(0, 1)[:n, :k]
         scales[e] = scale[:, 0, :, 0]
     return q, scales
+
+
+def expand_fp8(numbers: Tensor, scales: Tensor, zeros: Tensor | None,
+               dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return weights of 4 bits in FP8, for products of rows in FP8.
+
+    The results have the bits of quantize_fp8_weight_pair of the weights that four_bit.dequantize returns: a
+    block of 128 by 128 has the least power of two as its scale that is not less than its largest magnitude
+    / 448.  So weights of MXFP4 are exact, but for those that are 2^15 times smaller than the largest one of
+    their block.
+
+    Args:
+        numbers: uint8 [L, N, K/2], in the layout of the kernels (four_bit.py), and so are the next two.
+        scales: [L, N/64, K/256, 64 * 256/group], K/256 rounded up.
+        zeros: None, or uint8, as scales.
+        dtype: torch.bfloat16 or torch.float16, to which each weight is rounded first.
+
+    Returns:
+        A tuple (q, scales): [L, N, K] float8_e4m3fn, [L, N/128, K/128] float32, both rounded up.
+
+    Raises:
+        ValueError: For shapes that no format has.
+        TypeError: For dtypes that no format has.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe.gemm import four_bit, quantize
+        >>> packed = four_bit.quantize(four_bit.Mxfp4(), torch.full((1, 64, 256), 3.0), torch.bfloat16)
+        >>> q, scales = quantize.expand_fp8(*packed, torch.bfloat16)
+        >>> q.shape, q[0, 0, 0].item(), scales.tolist()
+        (torch.Size([1, 64, 256]), 384.0, [[[0.0078125, 0.0078125]]])
+    """
+    num, n, k = numbers.shape[0], numbers.shape[1], 2 * numbers.shape[2]
+    q = torch.empty(num, n, k, dtype=torch.float8_e4m3fn, device=numbers.device)
+    q_scales = torch.empty(num, -(-n // BLOCK), -(-k // BLOCK), dtype=torch.float32,
+                           device=numbers.device)
+    _C.expand_fp8(numbers, scales, zeros, q.view(torch.uint8), q_scales, dtype == torch.float16)
+    return q, q_scales

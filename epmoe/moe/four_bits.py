@@ -10,7 +10,8 @@ The parameters have the layout of the kernels (gemm/four_bit.py), state dicts th
 and in the same way down_proj.
 
 With dispatch_dtype in FP8, tokens are quantised at their rank and travel as those of weights in FP8.  The
-rows that arrive are dequantised to 16 bits, which the products take.
+rows that arrive are dequantised to 16 bits, which the products take.  With compute_dtype in FP8, each call
+expands the weights to FP8, and goes the way of training in FP8 (fp8_training.py).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..comm.device import integer
 from ..gemm import four_bit
 from ..gemm.four_bit import Format, Int4, Mxfp4, Packed
 from ..gemm.grouped import FP8_BLOCK
+from ..gemm.quantize import expand_fp8
 from .fp8 import E4M3
 from .shards import as_bytes
 from .weights import WEIGHTS, Encoded, Source, WeightDtype, WeightFormat
@@ -90,9 +92,15 @@ class FourBits(WeightFormat):
 
     def dequantized(self, moe: EPMoE, name: str) -> Tensor:
         """Return the weights of a name [L, N, K] in the layer's dtype, each rounded once."""
-        numbers, scales = getattr(moe, name).detach(), getattr(moe, name + SCALES).detach()
-        zeros = getattr(moe, name + ZEROS).detach() if self.format.zero_points else None
-        return four_bit.dequantize(self.format, numbers, scales, zeros, self.dtype)
+        return four_bit.dequantize(self.format, *self._packed(moe, name), self.dtype)
+
+    def expanded(self, moe: EPMoE, name: str) -> tuple[Tensor, Tensor]:
+        """Return the weights of a name [L, N, K] in FP8, and the scales of their blocks, for this call."""
+        return expand_fp8(*self._packed(moe, name), self.dtype)
+
+    def _packed(self, moe: EPMoE, name: str) -> Packed:
+        return Packed(getattr(moe, name).detach(), getattr(moe, name + SCALES).detach(),
+                      getattr(moe, name + ZEROS).detach() if self.format.zero_points else None)
 
     def encode(self, numbers: Tensor, name: str = "weights") -> Encoded:
         """Return numbers [.., N, K] of 16 or 32 bits as the parameters hold them."""

@@ -16,7 +16,8 @@ The first four products are those of the forward GEMM.  The operands of the last
 and the tensor cores add up all rows of an expert (gemm/wgrad_fp8.py).  For the backward the rows are kept in
 FP8, and gate and up in 16 bits.
 
-Weights are quantised when they have changed: see QuantizedWeight.
+Weights are quantised when they have changed: see QuantizedWeight.  Weights of 4 bits, which have no
+gradients, are expanded to FP8 in each call.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gra
 from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transpose_fp8
 from ..torch_modes import check_mode, requires_grad
 from .experts import Weights, as_float32, expert_of_row
+from .four_bits import FourBits
+from .weights import WEIGHTS
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
@@ -49,7 +52,8 @@ if TYPE_CHECKING:
 
 E4M3 = torch.float8_e4m3fn
 NO_COPIES = "token_saving=False with compute_dtype in FP8: leave token_saving out"
-Pair = tuple[Tensor, Tensor, Tensor, Tensor]  # see quantize_fp8_weight_pair
+Quantized = tuple[Tensor, Tensor]  # weights in FP8, and their scales
+Pair = tuple[Tensor, Tensor, Tensor, Tensor]  # the same, and transposed; see quantize_fp8_weight_pair
 
 _num_steps = 0  # of all optimizers of this process
 _hook: Any = None
@@ -73,7 +77,12 @@ def check_compute_dtype(compute_dtype: torch.dtype | None, format: WeightFormat,
                         f"{dtype}")
     if dtype not in (torch.bfloat16, torch.float16):
         raise TypeError(f"dtype {dtype} with compute_dtype in FP8: must be torch.bfloat16 or torch.float16")
-    if not format.has_gradients:
+    if isinstance(format, FourBits):
+        for name, given in (("dispatch_dtype", format.sends_fp8), ("wgrad_dtype", wgrad_dtype is not None)):
+            if given:
+                raise ValueError(f"{name} with compute_dtype in FP8 and weights in {format.title}: tokens "
+                                 f"travel in FP8 then, and there are no gradients: leave it out")
+    elif not format.has_gradients:
         raise ValueError(f"weight_dtype {format.weight_dtype} and compute_dtype in FP8: weights of a "
                          f"checkpoint in {format.title} have no gradients: leave compute_dtype out, or "
                          f"weight_dtype for training")
@@ -206,32 +215,36 @@ def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_wei
     layout, _, num_rows = layer._prepare(_C.OP_PLAN, x, topk_idx, weight, None, None, 0)
     with reporting(layer, _C.OP_DISPATCH, layout.buffer, layout.plan, num_rows < 0):
         with torch.no_grad():
+            if isinstance(moe._format, FourBits):
+                expanded = [moe._format.expanded(moe, name) for name in WEIGHTS]
+                return _forward(layer, x, weight, parameters, layout, num_rows, expanded[0], expanded[1],
+                                kernel, False)[0], layout
             up, down = moe._quantized["gate_up_proj"], moe._quantized["down_proj"]
             pairs = up.of(moe.gate_up_proj, moe._is_sharded), down.of(moe.down_proj, moe._is_sharded)
         if requires_grad(x, weight, *parameters):
             return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel,
                                      moe.wgrad_dtype != E4M3), layout
-        return _forward(layer, x, weight, parameters, layout, num_rows, pairs, kernel, False)[0], layout
+        return _forward(layer, x, weight, parameters, layout, num_rows, pairs[0][:2], pairs[1][:2], kernel,
+                        False)[0], layout
 
 
 def _forward(layer: EPAll2AllLayer, x: Tensor, weight: Tensor, parameters: Weights, layout: EPLayout,
-             num_rows: int, pairs: tuple[Pair, Pair], kernel: Kernel,
+             num_rows: int, gate_up: Quantized, down: Quantized, kernel: Kernel,
              with_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the experts.  Returns (y, rows, their scales, h, row_weight, recv)."""
-    (up, up_scale, _, _), (down, down_scale, _, _) = pairs
     up_bias, down_bias = (None if b is None else b.detach().to(layer.dtype).contiguous()
                           for b in (parameters[1], parameters[3]))
     plan, buffer = layout.plan, layout.buffer
     offsets = expert_offsets(layer, plan)
     x8, x_scale = quantize_fp8(x.detach(), pow2=True)
     h, rows, row_scale, row_weight, recv = _dispatch_and_multiply(
-        layer, x8, x_scale, weight, plan, buffer, num_rows, up, up_scale, up_bias, with_grad)
+        layer, x8, x_scale, weight, plan, buffer, num_rows, *gate_up, up_bias, with_grad)
     layer._set_dispatched(layout, h, recv)
     assert row_weight is not None
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         a, a_scale = _quantized_activation(h, offsets, kernel)
-        y, _ = _multiply_and_combine(layer, a, a_scale, down, down_scale, down_bias, row_weight, None, plan,
-                                     recv, buffer, x.shape[0], with_grad)
+        y, _ = _multiply_and_combine(layer, a, a_scale, *down, down_bias, row_weight, None, plan, recv,
+                                     buffer, x.shape[0], with_grad)
     return y, rows, row_scale, h, row_weight, recv
 
 
@@ -284,7 +297,8 @@ class _Fp8Experts(torch.autograd.Function):
                 down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, layout: EPLayout,
                 num_rows: int, pairs: tuple[Pair, Pair], kernel: Kernel, wgrad_in_16_bits: bool) -> Tensor:
         y, rows, row_scale, h, row_weight, recv = _forward(
-            layer, x, weight, (gate_up, gate_up_bias, down, down_bias), layout, num_rows, pairs, kernel, True)
+            layer, x, weight, (gate_up, gate_up_bias, down, down_bias), layout, num_rows, pairs[0][:2],
+            pairs[1][:2], kernel, True)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.wgrad_in_16_bits = wgrad_in_16_bits
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)

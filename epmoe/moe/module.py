@@ -30,6 +30,7 @@ from . import formats, fp8, fp8_training
 from . import guards, lora, lora_products, move as moving, numerics, placement, shards, statistics
 from .balance import Balance, Balancer
 from .experts import Weights
+from .four_bits import FourBits
 from .move import ExpertMove, Rooms
 from .placement import ExpertMap, check_num_physical
 from .shards import StateDict
@@ -217,8 +218,9 @@ class EPMoE(nn.Module):
     gpt-oss, gate_up_proj_blocks and gate_up_proj_scales, for INT4, as compressed-tensors,
     gate_up_proj_packed, gate_up_proj_scale and, with zero points, gate_up_proj_zero_point; and in the same
     way down_proj.  With dispatch_dtype=torch.float8_e4m3fn tokens travel in FP8, and are multiplied in 16
-    bits.  load_state_dict() takes these, weights of 16 or 32 bits, which it quantises, and the
-    experts one by one:
+    bits.  With compute_dtype=torch.float8_e4m3fn, for calls of many tokens, each call expands the weights to
+    FP8, and multiplies in FP8.  load_state_dict() takes these, weights of 16 or 32 bits, which it quantises,
+    and the experts one by one:
 
         DeepSeek-V4           e.w1.weight and e.w1.scale, MXFP4
         compressed-tensors    e.gate_proj.weight_packed, weight_scale, weight_zero_point and weight_shape
@@ -262,7 +264,8 @@ class EPMoE(nn.Module):
             torch.float8_e4m3fn, with a scale for each 128 numbers, or None: dtype.  H is then a multiple of
             128.  The results are those of the tokens quantize_fp8(x), dequantised and rounded to dtype.  A
             call with an adapter sends dtype.
-        compute_dtype: torch.float8_e4m3fn, or None: dtype.  The dtype of the operands of all products.
+        compute_dtype: torch.float8_e4m3fn, or None: dtype.  The dtype of the operands of all products.  For
+            weights of 16 bits, and of 4 bits.
         wgrad_dtype: With compute_dtype, that of the products that are the gradients of the weights: dtype, or
             None: compute_dtype.
         delay_wgrad_compute: True: the backward leaves the gradients of the weights to backward_dw.
@@ -621,8 +624,9 @@ class EPMoE(nn.Module):
             >>> moe.finalize()
         """
         if self.computes_fp8:
-            raise ValueError("compute_dtype in FP8 has no low-latency path: decode with a module of "
-                             "weight_dtype=torch.float8_e4m3fn")
+            other = ("without compute_dtype, which can have the same parameters" if
+                     isinstance(self._format, FourBits) else "of weight_dtype=torch.float8_e4m3fn")
+            raise ValueError(f"compute_dtype in FP8 has no low-latency path: decode with a module {other}")
         if self.layer.low_latency is not None:
             raise ValueError("this module, or one that shares its layer, has a decode path already")
         self.layer.low_latency = decoding.create(self.layer, max_tokens)
@@ -1235,8 +1239,8 @@ class EPMoE(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes for the module's repr."""
         layer = self.layer
-        few = ("products in FP8, " if self.computes_fp8 else
-               "" if self._format.has_gradients else f"weights in {self._format.title}, ")
+        few = "" if self._format.has_gradients else f"weights in {self._format.title}, "
+        few += "products in FP8, " if self.computes_fp8 else ""
         if self._format.sends_fp8 and not self.is_fp8:
             few += "tokens sent in FP8, "
         return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
