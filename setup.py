@@ -92,8 +92,18 @@ def object_of(temp, source):
     return str(path)
 
 
+def is_current(made, command):
+    """Return whether an object was made by this command, and of files that have not changed since."""
+    log, sources = made.with_suffix(".log"), made.with_suffix(".d")
+    if not (made.exists() and sources.exists() and log.exists()
+            and log.read_text().startswith(command + "\n")):
+        return False
+    names = sources.read_text().replace("\\\n", " ").split(": ", 1)[1].split()
+    return all(os.path.exists(name) and os.stat(name).st_mtime_ns < made.stat().st_mtime_ns for name in names)
+
+
 class Build(build_ext):
-    """Compile the sources in parallel, and link the objects with gcc."""
+    """Compile the sources that have changed, in parallel, and link the objects with gcc."""
 
     def build_extension(self, ext):
         out = Path(self.get_ext_fullpath(ext.name)).resolve()
@@ -136,10 +146,20 @@ class Build(build_ext):
         # The log has the registers, shared memory and spills of every kernel.
         (temp / "kernels.log").write_text("".join(logs))
         objects = [job[-1] for job in jobs]
-        self.compile([*cc, "-shared", "-o", str(out), *objects, *libs, "-Wl,--exclude-libs,ALL",
+        self.call([*cc, "-shared", "-o", str(out), *objects, *libs, "-Wl,--exclude-libs,ALL",
                       "-Wl,-z,relro,-z,now", *os.environ.get("LDFLAGS", "").split()])
 
-    def compile(self, command):
+    def compile(self, job):
+        """Make an object, the last word of the job, unless it is current. Return the output of the compiler."""
+        made, command = Path(job[-1]), " ".join(job)
+        log = made.with_suffix(".log")
+        if not is_current(made, command):
+            log.unlink(missing_ok=True)
+            output = self.call([*job[:-2], "-MMD", "-MF", str(made.with_suffix(".d")), *job[-2:]])
+            log.write_text(f"{command}\n{output}")
+        return log.read_text().split("\n", 1)[1]
+
+    def call(self, command):
         """Run a compiler or the linker. Return its output."""
         self.announce(" ".join(command), level=logging.DEBUG)
         done = subprocess.run(command, capture_output=True, text=True)

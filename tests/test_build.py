@@ -42,12 +42,14 @@ def fake_nvcc(folder):
     return folder
 
 
-CHOOSE = """
+SETUP = """
 import json, os, sys, importlib.util, pathlib, setuptools
 setuptools.setup = lambda **_: None
 spec = importlib.util.spec_from_file_location("build", "setup.py")
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
+"""
+CHOOSE = SETUP + """
 for home, cuda, gpu in json.loads(sys.argv[1]):
     os.environ.update(CUDA_HOME=home, EPMOE_CUDA=cuda)
     build.DRIVER = [pathlib.Path("/no/driver"), pathlib.Path(os.devnull if gpu else "/no/device")]
@@ -74,6 +76,41 @@ def test_build_compiles_cuda_only_for_a_gpu_unless_asked(tmp_path):
     lines = done.stdout.splitlines()
     assert len(lines) == len(cases), done.stdout + done.stderr
     assert [line for line, case in zip(lines, cases) if not line.startswith(case[3])] == []
+
+
+COMPILE = SETUP + """
+import logging
+from setuptools.dist import Distribution
+command, folder = build.Build(Distribution()), pathlib.Path(sys.argv[1])
+calls, call = [], command.call
+command.call = lambda words: calls.append(words) or call(words)
+def make(*flags):
+    calls.clear()
+    said = command.compile(["gcc", "-Wall", *flags, "-c", str(folder / "a.c"), "-o", str(folder / "a.c.o")])
+    return len(calls), "unused" in said
+found = [make(), make(), make("-DX"), make("-DX")]
+for name in ("a.h", "a.c"):
+    os.utime(folder / name)
+    found.append(make("-DX"))
+(folder / "a.h").unlink()
+try:
+    make("-DX")
+except SystemExit as error:
+    found.append("a.h" in str(error))
+(folder / "a.h").write_text("")
+found.append(make("-DX"))
+print(json.dumps(found))
+"""
+
+
+def test_build_compiles_what_has_changed(tmp_path):
+    """A source, a header that it includes, or the command.  Warnings are said each time."""
+    (tmp_path / "a.c").write_text('#include "a.h"\nstatic int unused;\n')
+    (tmp_path / "a.h").write_text("")
+    done = subprocess.run([sys.executable, "-c", COMPILE, str(tmp_path)], cwd=ROOT, capture_output=True,
+                          text=True, timeout=HANG_S)
+    assert json.loads(done.stdout or "0") == [
+        [1, True], [0, True], [1, True], [0, True], [1, True], [1, True], True, [1, True]], done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")
