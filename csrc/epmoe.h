@@ -392,6 +392,7 @@ typedef struct {
     /* How many rows of `a` are expected to belong to experts, where `a` has room for more. Only the choice of
      * the kernel depends on it. 0: all of them. */
     uint64_t expected_rows;
+    bool clears; /* in a FORWARD or DGRAD: rows of out that belong to no expert become 0 */
 } EpGemm;
 int ep_grouped_gemm(const EpGemm *gemm, void *stream);
 /* Whether the library has a tile counter for launches on this stream. It has none while the stream is

@@ -210,6 +210,7 @@ def grouped_gemm(
     low_a: Tensor | None,
     low_b: Tensor | None,
     expected_rows: int,
+    clears: bool,
     /,
 ) -> None: ...
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import generator, misaligned
+from cases import generator, misaligned, poison_memory
 from gemm_cases import ACTIVATIONS, check, kernels, problem
 
 
@@ -65,14 +65,16 @@ def test_gemm_counts_its_tiles_whatever_the_offsets_are(ranks):
             assert torch.equal(epmoe.grouped_gemm(x, weight, offsets=offsets), want)
 
 
-@pytest.mark.cuda_only
-def test_gemm_rows_of_no_expert_are_not_written(ranks):
+@pytest.mark.parametrize("clears", [False, True], ids=["stay", "zero"])
+def test_gemm_rows_of_no_expert_are_not_written_or_are_zero(ranks, clears):
     x, weight, _, _, offsets = problem([130, 7], 64, 32, torch.bfloat16, ranks.device)
     for portable in kernels(ranks):
         out = torch.full((len(x), 64), 7.0, dtype=x.dtype, device=x.device)
         epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, offsets.new_zeros(1).long(),
-                              out, portable, *[None] * 6, 0)
-        assert (out[:3] == 7).all() and (out[140:] == 7).all() and not (out[3:140] == 7).all(1).any()
+                              out, portable, *[None] * 6, 0, clears)
+        rest = 0 if clears else 7
+        assert (out[:3] == rest).all() and (out[140:] == rest).all()
+        assert not (out[3:140] == 7).all(1).any() and out[3:140].any(1).all()
 
 
 @pytest.mark.cuda_only
@@ -84,7 +86,7 @@ def test_gemm_module_refuses_an_output_in_the_memory_of_an_input(ranks):
                       (memory[-x.numel() - 8:-8].view_as(x), "(rows|weights)")):
         with pytest.raises(ValueError, match=f"output shares memory with {name}"):
             epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, bias, row_weight,
-                                  offsets.new_zeros(1).long(), out, False, *[None] * 6, 0)
+                                  offsets.new_zeros(1).long(), out, False, *[None] * 6, 0, False)
 
 
 @pytest.mark.parametrize("change, error, text", [
@@ -194,7 +196,9 @@ def test_gemm_gradients_of_rows_of_no_expert_are_zero(ranks, dtype, transposed):
     scale = torch.ones_like(row_weight).requires_grad_()
     y = epmoe.grouped_gemm(x * gain, weight, offsets=offsets, activation="gelu",
                            row_weight=row_weight * scale)
-    y[begin:end].float().sum().backward()
+    loss = y[begin:end].float().sum()
+    poison_memory()
+    loss.backward()
     own = torch.zeros(len(x), dtype=torch.bool, device=ranks.device)
     own[begin:end] = True
     assert gain.grad.isfinite().all() and gain.grad.any()

@@ -33,7 +33,7 @@ def multiply(x, weight, offsets, low, kind=FORWARD, kernel=(0, 0.0, 0.0), bias=N
     out = x.new_empty(_out_shape(x, weight, offsets, kind, kernel[0]))
     saved = x.new_empty((len(x) if saves else 0, weight.shape[1]))
     _C.grouped_gemm(kind, *kernel, x, weight, offsets, bias, None, tile_counter(x), out, portable, None, None,
-                    None, saved if saves else None, *(low or (None, None)), 0)
+                    None, saved if saves else None, *(low or (None, None)), 0, False)
     return out, saved
 
 

@@ -160,7 +160,8 @@ offsets, counter = torch.tensor([0, 130, 200], dtype=torch.int32), torch.zeros(1
 out = torch.full((200, 48), torch.nan).bfloat16()
 # torch itself may launch no kernel here, because it has no PTX that the driver could compile
 x_, weight_, offsets_, counter_, out_ = (t.cuda() for t in (x, weight, offsets, counter, out))
-_C.grouped_gemm(0, 0, 0.0, 0.0, x_, weight_, offsets_, None, None, counter_, out_, False, *[None] * 6, 0)
+_C.grouped_gemm(0, 0, 0.0, 0.0, x_, weight_, offsets_, None, None, counter_, out_, False, *[None] * 6, 0,
+                False)
 want = torch.cat([x[:130].double() @ weight[0].double().t(), x[130:].double() @ weight[1].double().t()])
 torch.testing.assert_close(out_.cpu().double(), want, rtol=2**-8, atol=1e-4)
 """

@@ -184,7 +184,7 @@ def test_gemm_as_first_gpu_call_of_a_thread(ranks):
     def call_gemm():
         try:
             epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, counter, got, False,
-                                  *[None] * 6, 0)
+                                  *[None] * 6, 0, False)
         except epmoe.EpError as e:
             errors.append(e)
 

@@ -185,6 +185,13 @@ static uint32_t clamp_row(const EpGemmParams *p, int32_t row) {
     return row < 0 ? 0 : (uint32_t)row < p->num_rows ? (uint32_t)row : p->num_rows;
 }
 
+/* Set the rows of out that belong to no expert to zero. */
+static void clear(const EpGemmParams *p) {
+    const uint64_t bytes = 2 * (uint64_t)ep_gemm_out_cols(p), end = clamp_row(p, p->offsets[p->num_experts]);
+    memset(p->out, 0, bytes * clamp_row(p, p->offsets[0]));
+    memset((char *)p->out + bytes * end, 0, bytes * (p->num_rows - end));
+}
+
 int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRank *low_rank) {
     Work g = {.p = p,
               .four_bit = four_bit,
@@ -204,6 +211,7 @@ int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRan
     g.y = g.block + (uint64_t)BLOCK * g.padded;
     g.low_rows = g.y + of_y;
     g.low_panel = g.low_rows + (uint64_t)BLOCK * g.low_padded;
+    if (p->clears) clear(p);
     for (uint32_t e = 0; e < p->num_experts; e++) {
         const uint32_t begin = clamp_row(p, p->offsets[e]), end = clamp_row(p, p->offsets[e + 1]);
         if (p->kind == EP_GEMM_WGRAD) wgrad(&g, e, begin, end);

@@ -67,6 +67,7 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     p->is_small_m = g->kind == EP_GEMM_FORWARD &&
                     (expected < most ? expected : most) <= (uint64_t)EP_GEMM_FEW_ROWS * (uint64_t)L;
     p->accumulates = g->kind == EP_GEMM_WGRAD && g->out->dtype == EP_F32;
+    p->clears = g->clears && !is_wgrad;
     return 0;
 }
 

@@ -10,7 +10,7 @@
  * Inputs are bf16 or fp16, sums are fp32. out has the dtype of the inputs; WGRAD can also add to an out of
  * fp32. FORWARD also takes e4m3 with scales: the products of each 128 values of k are added up, and their sum
  * is multiplied by a scale of the row and a scale of the block of weights.
- * Invariant: rows from offsets[L] on are neither used nor written. */
+ * Invariant: rows from offsets[L] on are not used, and not written unless p->clears. */
 #ifndef EP_GEMM_PARAMS_H
 #define EP_GEMM_PARAMS_H
 #include <math.h>
@@ -97,6 +97,7 @@ typedef struct {
     uint8_t accumulates;    /* WGRAD: out is fp32, and alpha times the product is added to it */
     uint8_t saves;          /* there is `saved`, and no row_weight */
     uint8_t is_small_m;     /* FORWARD: an expert is expected to have EP_GEMM_FEW_ROWS rows or fewer */
+    uint8_t clears;         /* FORWARD, DGRAD: rows of out that belong to no expert become 0 */
 } EpGemmParams;
 
 /* The scales of e4m3 numbers. a: [M][K / 128], b: [L][N / 128][K / 128], both sizes rounded up, with the

@@ -6,25 +6,27 @@
 #include "python/module.h"
 
 /* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tile_counter, out, is_portable, a_scale,
- * b_scale, b_zero, saved, low_a, low_b, expected_rows); with both scales a and b are the bytes of FP8
+ * b_scale, b_zero, saved, low_a, low_b, expected_rows, clears); with both scales a and b are the bytes of FP8
  * numbers, with b_scale alone b has 4 bits */
 FAST(grouped_gemm) {
     EpTensor t[13];
     EpGemm g = {0};
-    uint32_t is_portable;
+    uint32_t is_portable, clears;
     int code;
-    WANT(19);
+    WANT(20);
     const EpTensor **const optional[] = {&g.a_scale, &g.b_scale, &g.b_zero, &g.saved, &g.low_a, &g.low_b};
     const EpTensor **const to[] = {&g.a, &g.b, &g.offsets, &g.bias, &g.row_weight, &g.tile_counter, &g.out};
     if (!ep_get_u32(args[0], &g.kind) || !ep_get_u32(args[1], &g.activation) ||
         !ep_get_double(args[2], &g.alpha) || !ep_get_double(args[3], &g.limit) ||
-        !ep_get_u32(args[11], &is_portable) || !ep_get_u64(args[18], &g.expected_rows))
+        !ep_get_u32(args[11], &is_portable) || !ep_get_u64(args[18], &g.expected_rows) ||
+        !ep_get_u32(args[19], &clears))
         return NULL;
     for (int i = 0; i < 7; i++)
         if (!ep_get_tensor(args[4 + i], i >= 3 && i <= 5, &t[i], to[i])) return NULL;
     for (int i = 0; i < 6; i++)
         if (!ep_get_tensor(args[12 + i], true, &t[7 + i], optional[i])) return NULL;
     g.is_portable = is_portable != 0;
+    g.clears = clears != 0;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[4]);
     WITHOUT_LOCK(code = ep_grouped_gemm(&g, stream));
     return ep_done(code);

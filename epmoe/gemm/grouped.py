@@ -197,15 +197,14 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, ro
         rows_of_experts(offsets, a.shape[0])  # raises
     a, b, offsets = map(aligned, (a, b, offsets))
     bias, row_weight = aligned(bias), aligned(row_weight)
-    make = a.new_zeros if zeros else a.new_empty
-    out = make(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
+    out = a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
     counter = tile_counter(a)
     if has_four_bits:
         b_scale, b_zero = aligned(b_scale), aligned(b_zero)
     elif a_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
         a, b = a.view(torch.uint8), b.view(torch.uint8)
     _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable,
-                    a_scale, b_scale, b_zero, None, None, None, expected_rows)
+                    a_scale, b_scale, b_zero, None, None, None, expected_rows, zeros)
     return out
 
 
@@ -293,7 +292,7 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale
     counter = tile_counter(a)
     mark_written((sums,))
     _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable, None, None,
-                    None, None, None, None, 0)
+                    None, None, None, None, 0, False)
     if not fits:
         out.add_(sums)
 

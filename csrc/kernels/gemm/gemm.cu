@@ -248,30 +248,54 @@ static int launch_fp8(const EpGemmFp8Params *p, const EpCapabilities *c, void *s
                                                                                 (cudaStream_t)stream);
 }
 
-extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
-                              const EpLowRank *low_rank, const EpOwnColumns *own, void *stream) {
-    EpCapabilities c;
-    const int e = ep_capabilities(&c);
-    if (e) return e;
-    if (four_bit) {
-        const EpGemmW4Params q = {*p, *four_bit};
-        return launch_w4(&q, &c, stream);
-    }
-    if (low_rank) {
-        const EpGemmLowRankParams q = {*p, *low_rank};
-        return launch_low_rank(&q, &c, stream);
-    }
-    if (scales) {
-        const EpGemmFp8Params q = {*p, *scales};
-        return launch_fp8(&q, &c, stream);
-    }
+static int launch_16_bits(const EpGemmParams *p, const EpOwnColumns *own, const EpCapabilities *c,
+                          void *stream) {
     const bool must_write = p->kind == EP_GEMM_WGRAD && !p->accumulates; /* zeros, without rows */
     if ((p->num_rows == 0 && !must_write) || p->num_experts == 0) return 0;
     /* A tensor map cannot have a dimension of 0. */
-    if (c.has_hopper && p->num_rows > 0 && !p->is_portable)
-        return own || ep_gemm_narrow_cols(p, own) ? launch_narrow(p, own, &c, stream)
-                                                  : launch_hopper(p, c.num_sms, stream);
+    if (c->has_hopper && p->num_rows > 0 && !p->is_portable)
+        return own || ep_gemm_narrow_cols(p, own) ? launch_narrow(p, own, c, stream)
+                                                  : launch_hopper(p, c->num_sms, stream);
     const int failed =
-        (p->is_f16 ? launch_portable<true> : launch_portable<false>)(p, 4 * c.num_sms, (cudaStream_t)stream);
+        (p->is_f16 ? launch_portable<true> : launch_portable<false>)(p, 4 * c->num_sms, (cudaStream_t)stream);
     return failed || !own ? failed : launch_own_columns(p, own, (cudaStream_t)stream);
+}
+
+/* The rows of no expert are few as a rule. So this takes a launch, and not the time of a memset of all rows.
+ * A row of out has a multiple of 8 numbers. */
+static __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
+    clear_kernel(const __grid_constant__ EpGemmParams p) {
+    const uint64_t pieces = ep_gemm_out_cols(&p) / 8; /* of 16 bytes, of a row */
+    const uint32_t first = ep_gemm_clamp_row(&p, p.offsets[0]);
+    const uint32_t end = ep_gemm_clamp_row(&p, p.offsets[p.num_experts]);
+    const uint64_t before = first * pieces, after = end < first ? 0 : (p.num_rows - end) * pieces;
+    const uint64_t step = (uint64_t)gridDim.x * EP_SIMPLE_THREADS;
+    for (uint64_t i = (uint64_t)blockIdx.x * EP_SIMPLE_THREADS + threadIdx.x; i < before + after; i += step)
+        ((uint4 *)p.out)[i < before ? i : end * pieces + (i - before)] = make_uint4(0, 0, 0, 0);
+}
+static int launch_clear(const EpGemmParams *p, uint32_t num_sms, cudaStream_t stream) {
+    const uint64_t pieces = (uint64_t)p->num_rows * (ep_gemm_out_cols(p) / 8);
+    const uint64_t most = (pieces + EP_SIMPLE_THREADS - 1) / EP_SIMPLE_THREADS;
+    const uint32_t num_ctas = most < (uint64_t)num_sms ? (uint32_t)most : num_sms;
+    if (num_ctas == 0) return 0;
+    clear_kernel<<<num_ctas, EP_SIMPLE_THREADS, 0, stream>>>(*p);
+    return (int)cudaGetLastError();
+}
+
+extern "C" int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, const EpFourBit *four_bit,
+                              const EpLowRank *low_rank, const EpOwnColumns *own, void *stream) {
+    EpCapabilities c;
+    int e = ep_capabilities(&c);
+    if (e) return e;
+    if (four_bit) {
+        const EpGemmW4Params q = {*p, *four_bit};
+        e = launch_w4(&q, &c, stream);
+    } else if (low_rank) {
+        const EpGemmLowRankParams q = {*p, *low_rank};
+        e = launch_low_rank(&q, &c, stream);
+    } else if (scales) {
+        const EpGemmFp8Params q = {*p, *scales};
+        e = launch_fp8(&q, &c, stream);
+    } else e = launch_16_bits(p, own, &c, stream);
+    return e || !p->clears ? e : launch_clear(p, c.num_sms, (cudaStream_t)stream);
 }
