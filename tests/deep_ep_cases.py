@@ -48,6 +48,22 @@ def on(device, *tensors):
     return [t.to(device) for t in tensors]
 
 
+def v1_call(buffer, tokens="full", **more):
+    """Return the arguments of a dispatch."""
+    size = buffer.group_size
+    x, idx, weights = on(buffer.device, *inputs(buffer.rank, size, tokens))
+    per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, L * size)
+    return dict(x=x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in,
+                topk_idx=idx, topk_weights=weights) | more
+
+
+def check_combined(buffer, call, rows, handle):
+    """Combine the rows that a dispatch returned, and check the sums."""
+    out = buffer.combine(rows, handle)[0]
+    times = call["is_token_in_rank"].sum(1, keepdim=True)
+    assert torch.equal(out, (call["x"].float() * times).to(BF16))
+
+
 def same(a, b):
     """Whether two tensors have the same bits."""
     a, b = a.cpu(), b.cpu()
@@ -76,8 +92,9 @@ def added(biases, rows, is_there):
 
 def settle(buffer):
     """Raise what another rank did wrong. On CUDA a call does not wait for the other ranks."""
-    layers, errors = [*buffer._low_latency.values(), buffer._notices.layer], []
-    for routes in (*buffer._routes, *buffer._worst.values()):
+    layers, errors = [*getattr(buffer, "_low_latency", {}).values(), buffer._notices.layer], []
+    by_size = buffer._routes.values() if isinstance(buffer._routes, dict) else (buffer._routes, buffer._worst)
+    for routes in (routes for sizes in by_size for routes in sizes.made):
         layers += [routes.planner, *routes._layers.values()]
     for layer in layers:  # all of them, because a refused call is refused in each layer that it uses
         try:
@@ -92,5 +109,5 @@ def expect(kind, text, fn, *args, **kwargs):
     with pytest.raises(kind, match=text):
         fn(*args, **kwargs)
         buffer = getattr(fn, "__self__", None)
-        if isinstance(buffer, deep_ep.Buffer) and buffer.device.type == "cuda":
+        if isinstance(buffer, (deep_ep.Buffer, deep_ep.ElasticBuffer)) and buffer.device.type == "cuda":
             settle(buffer)

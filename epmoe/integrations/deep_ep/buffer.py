@@ -8,7 +8,7 @@ from ...comm.world import World
 from ...torch_modes import check_mode
 from .low_latency import LowLatency
 from .notices import MAX_LOCAL_EXPERTS, Notices
-from .routes import Routes
+from .routes import Routes, RoutesBySize
 from .rows import (biases_of, check_device, check_rows, check_scales, check_tensor, check_topk_idx,
                    combine_tokens, count_choices, dispatch_tokens, meta_key, rows_key, to_ranks)
 from .settings import Settings
@@ -97,8 +97,8 @@ class Buffer(LowLatency, Settings):
         self.enable_shrink = False
         self._streams = Streams(self.device)
         self._notices = Notices(self.world, self.device)
-        self._routes = []  # for more tokens each; handles of earlier dispatches still use the smaller ones
-        self._worst = {}  # num_worst_tokens -> Routes
+        self._routes = RoutesBySize()
+        self._worst = RoutesBySize()  # of calls with num_worst_tokens
         self._low_latency = {}  # (max_tokens, H, K, E) -> LowLatencyAll2All
         self._last_key, self._turns = None, {}  # of its latest dispatch: key -> communication buffer
         self._zero_copies = {}
@@ -117,7 +117,7 @@ class Buffer(LowLatency, Settings):
         """
         if not self.explicitly_destroy:
             raise RuntimeError("destroy: make the Buffer with explicitly_destroy=True")
-        for part in (*self._low_latency.values(), *self._worst.values(), *self._routes, self._notices.layer):
+        for part in (*self._low_latency.values(), self._worst, self._routes, self._notices.layer):
             part.finalize()
 
     def get_dispatch_layout(self, topk_idx, num_experts, previous_event=None, async_finish=False,
@@ -176,7 +176,8 @@ class Buffer(LowLatency, Settings):
             topk_weights: [T, K] float32, with topk_idx.
             expert_alignment: The counts of the list are rounded up to it.
             num_worst_tokens: Rows of the results, for CUDA graphs: the host reads nothing, and the list is
-                empty.  At least W times the most tokens of a rank, and the same on all ranks.  0: exact.
+                empty.  At least W times the most tokens of a rank, and the same on all ranks.  It may differ
+                from call to call.  0: exact.
             config: Without effect.
             previous_event: Wait for it before.
             async_finish: Return before it is done, with an event.
@@ -201,13 +202,16 @@ class Buffer(LowLatency, Settings):
         if handle is not None:
             return self._dispatch_again(x, scales, handle, (topk_idx, topk_weights), previous_event,
                                         async_finish)
-        routes = self._routes_for_worst(num_worst_tokens) if num_worst_tokens else None
+        most, routes = len(x), None
+        if num_worst_tokens:
+            most = num_worst_tokens // self.group_size
+            routes = self._worst.at_least(most, self._make_worst)
         try:
             self._check_dispatch(x, scales, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
             self._check_topk(x, topk_idx, topk_weights)
             if expert_alignment < 1:
                 raise ValueError(f"expert_alignment {expert_alignment}: must be at least 1")
-            if routes is not None and len(x) > routes.max_tokens:
+            if len(x) > most:
                 raise ValueError(f"num_worst_tokens {num_worst_tokens}: must be at least {self.group_size} "
                                  f"times the tokens of a rank, and x has {len(x)}")
         except Exception as error:
@@ -228,7 +232,7 @@ class Buffer(LowLatency, Settings):
                                        f"get_dispatch_layout")
                     plan.routes.refuse(error, *self._dispatch_steps(x, scales, topk_idx))
             else:
-                plan = routes.plan(to_ranks(is_token_in_rank))
+                plan = routes.plan(to_ranks(is_token_in_rank), num_worst_tokens)
             result = dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local)
             counts = [-(-n // expert_alignment) * expert_alignment for n in counts]
             return *result, counts, Handle(plan, result[4], is_token_in_rank)
@@ -284,7 +288,7 @@ class Buffer(LowLatency, Settings):
             for b in biases:
                 check_tensor("bias", b, self.device, x.dtype, plan.num_tokens, x.shape[1])
         except Exception as error:
-            routes = handle.plan.routes if isinstance(handle, Handle) else next(reversed(self._routes), None)
+            routes = handle.plan.routes if isinstance(handle, Handle) else self._routes.latest
             if routes is None:
                 self._notices.refuse(error)
             routes.refuse(error, *steps)
@@ -300,22 +304,17 @@ class Buffer(LowLatency, Settings):
             return {}
         return {"num_sm": Settings._chosen_sms}
 
+    def _make_routes(self, max_tokens, capacity=None):
+        return Routes(self.world, self.device, max_tokens, self.group_size, self.group_size,
+                      capacity=capacity, **self._options())
+
     def _routes_for(self, num_tokens):
         """Return the Routes for the most tokens of a rank; all ranks know the same number."""
-        if not self._routes or self._routes[-1].max_tokens < num_tokens:
-            step = max(64, 1 << max(0, num_tokens.bit_length() - 3))
-            most = max(step, -(-num_tokens // step) * step)
-            self._routes.append(Routes(self.world, self.device, most, self.group_size, self.group_size,
-                                       **self._options()))
-        return self._routes[-1]
+        step = max(64, 1 << max(0, num_tokens.bit_length() - 3))
+        return self._routes.at_least(max(step, -(-num_tokens // step) * step), self._make_routes)
 
-    def _routes_for_worst(self, num_worst_tokens):
-        if num_worst_tokens not in self._worst:
-            most = -(-num_worst_tokens // self.group_size)
-            self._worst[num_worst_tokens] = Routes(self.world, self.device, most, self.group_size,
-                                                   self.group_size, capacity=num_worst_tokens,
-                                                   **self._options())
-        return self._worst[num_worst_tokens]
+    def _make_worst(self, max_tokens):
+        return self._make_routes(max_tokens, capacity=max_tokens * self.group_size)
 
     def _dispatch_again(self, x, scales, handle, topk, previous_event, async_finish):
         steps = self._dispatch_steps(x, scales, None)
@@ -329,7 +328,7 @@ class Buffer(LowLatency, Settings):
             if scales is not None:
                 check_scales(scales, x, self.device)
         except Exception as error:
-            routes = handle.plan.routes if isinstance(handle, Handle) else next(reversed(self._routes), None)
+            routes = handle.plan.routes if isinstance(handle, Handle) else self._routes.latest
             if routes is None:
                 self._notices.refuse(error)
             routes.refuse(error, *steps)

@@ -115,7 +115,7 @@ class ElasticBuffer(ElasticSettings, Unavailable):
         self.explicitly_destroy = explicitly_destroy
         self._streams = Streams(self.device)
         self._notices = Notices(self.world, self.device)
-        self._routes = {}  # what their layers have in common -> Routes
+        self._routes = {}  # (layer_sizes, do_expand, whether the host reads) -> RoutesBySize
 
     def destroy(self):
         """Give the memory back.  Collective.
@@ -171,7 +171,8 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             topk_weights: [T, K] float32, or None.
             cumulative_local_expert_recv_stats: [L] int32, to which the counts are added, or None.
             num_experts: E.
-            num_max_tokens_per_rank: The most tokens of a rank, the same on all ranks.
+            num_max_tokens_per_rank: The most tokens of a rank, the same on all ranks.  It may differ from
+                call to call.
             expert_alignment: The rows of an expert are padded to a multiple of it.  None: 1.
             num_sms: SMs that move tokens, of the layers that this call creates.  0: epmoe's own number.
             num_qps: Without effect.

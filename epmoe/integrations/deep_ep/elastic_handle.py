@@ -3,8 +3,23 @@
 import torch
 
 from .notices import NUM_WORDS
-from .routes import Routes
+from .routes import Routes, RoutesBySize
 from .rows import as_rows, combine_tokens, count_choices, dispatch_tokens, pack, to_ranks_by_choice, unpack
+
+
+def layer_sizes(num_ranks, num_experts, topk, alignment, do_expand):
+    """Return the experts, choices and alignment of a dispatch's layers.
+
+    Without do_expand there is one row for each (token, rank).
+    """
+    return (num_experts, topk, alignment) if do_expand else (num_ranks, num_ranks, 1)
+
+
+def most_rows(num_ranks, num_experts, topk, max_tokens, alignment):
+    """Return the most rows for choices that a rank can receive, with the padding of its experts."""
+    num_local = num_experts // num_ranks
+    rows = num_ranks * max_tokens * min(topk, num_local) + (alignment - 1) * num_local
+    return -(-rows // alignment) * alignment
 
 
 class EPHandle:
@@ -45,8 +60,9 @@ class EPHandle:
         self.num_recv_tokens_per_expert_list = []
         align = self.expert_alignment
         if is_exact:
+            elastic = most, int(self.do_expand), align if self.do_expand else 1
             _, self.num_recv_tokens, counts = buffer._notices.announce(x, scales, topk_idx, per_rank,
-                                                                       per_expert)
+                                                                       per_expert, elastic)
             self.num_recv_tokens_per_expert_list = [-(-n // align) * align for n in counts]
             self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
             counts = torch.tensor(counts, dtype=torch.int32, device=buffer.device)
@@ -55,15 +71,15 @@ class EPHandle:
             received = buffer._notices.exchange(notes)
             counts = received[:, NUM_WORDS : NUM_WORDS + self.num_local].sum(0, dtype=torch.int32)
             self.num_recv_tokens = size * most
-            worst = size * most * min(topk, self.num_local) + (align - 1) * self.num_local
-            self.num_expanded_tokens = -(-worst // align) * align
+            self.num_expanded_tokens = most_rows(size, self.num_experts, topk, most, align)
+        self.num_out_rows = self.num_expanded_tokens if self.do_expand else self.num_recv_tokens
         self.num_unaligned_recv_tokens_per_expert = counts
         padded = (counts + (align - 1)) // align * align
         ends = padded.cumsum(0, dtype=torch.int32)
         self.psum_num_recv_tokens_per_expert = ends - padded + counts if self.do_expand else ends
         choices = (self.topk_idx.contiguous() if self.do_expand
                    else to_ranks_by_choice(topk_idx, self.num_experts, size))
-        self.plan = self._routes(buffer, topk, is_exact).plan(choices)
+        self.plan = self._routes(buffer, topk, is_exact).plan(choices, self.num_out_rows)
         self.psum_num_recv_tokens_per_scaleup_rank = self.plan.layout.recv_tokens.cumsum(
             0, dtype=torch.int32)
         rank_of = torch.where(topk_idx >= 0, topk_idx // self.num_local, 0).long()
@@ -71,23 +87,22 @@ class EPHandle:
         self.dst_buffer_slot_idx = torch.where(topk_idx >= 0, slots, -1)
         self.recv_src_metadata = None  # of the first send
         self._is_here = None
-        self.num_out_rows = self.num_expanded_tokens if self.do_expand else self.num_recv_tokens
 
     def _routes(self, buffer, topk, is_exact):
-        size, most = buffer.num_ranks, self.num_max_tokens_per_rank
-        if self.do_expand:
-            num_experts, align, num_rows = self.num_experts, self.expert_alignment, self.num_expanded_tokens
-        else:
-            num_experts, topk, align, num_rows = size, size, 1, size * most
-        capacity = None if is_exact else num_rows
-        kind = num_experts, topk, most, align, capacity
-        if kind not in buffer._routes:
+        sizes = layer_sizes(buffer.num_ranks, self.num_experts, topk, self.expert_alignment, self.do_expand)
+        num_experts, topk, align = sizes
+
+        def make(max_tokens):
             options = {"num_sm": self.num_sms} if self.num_sms and buffer.device.type == "cuda" else {}
             if self.do_expand and buffer.allow_multiple_reduction:
                 options["enable_local_combine"] = True
-            buffer._routes[kind] = Routes(buffer.world, buffer.device, most, num_experts, topk,
-                                          expert_alignment=align, capacity=capacity, **options)
-        return buffer._routes[kind]
+            if not is_exact:
+                options["capacity"] = most_rows(buffer.num_ranks, num_experts, topk, max_tokens, align)
+            return Routes(buffer.world, buffer.device, max_tokens, num_experts, topk, expert_alignment=align,
+                          **options)
+
+        by_size = buffer._routes.setdefault((sizes, self.do_expand, is_exact), RoutesBySize())
+        return by_size.at_least(self.num_max_tokens_per_rank, make)
 
     def _tensors(self):
         return (*self.plan.tensors(), self.topk_idx, self.recv_src_metadata, self._is_here,

@@ -7,8 +7,9 @@ from ...a2a.layer import EPAll2AllLayer
 from ...errors import EpIndexError, EpMismatch
 
 MAX_LOCAL_EXPERTS = 1024  # of a rank
-SAME = ("num_experts", "num_topk (0: without topk_idx)", "the bytes of a token", "the scales of a token")
-NUM_WORDS = 8  # T, SAME, tokens for that rank, whether an index is wrong, 0; the counts of experts follow
+SAME = ("num_experts", "num_topk (0: without topk_idx)", "the bytes of a token", "the scales of a token",
+        "num_max_tokens_per_rank", "do_expand", "expert_alignment with do_expand")
+NUM_WORDS = 12  # T, SAME, tokens for that rank, whether an index is wrong, two 0; counts of experts follow
 
 
 class Notices:
@@ -27,8 +28,10 @@ class Notices:
         notes = torch.nn.functional.pad(notes, (0, self.layer.hidden - notes.shape[1])).view(torch.float32)
         return self.layer.dispatch(notes, layout=self._layout)[0].view(torch.int32)
 
-    def announce(self, x, scales, topk_idx, tokens_per_rank, tokens_per_expert):
+    def announce(self, x, scales, topk_idx, tokens_per_rank, tokens_per_expert, elastic=(0, 0, 0)):
         """Tell all ranks about a dispatch, and check that all do the same.  Collective; the host waits.
+
+        elastic: The last three of SAME, which only an ElasticBuffer has.
 
         Returns (T of each rank, the tokens that this rank receives, the tokens of its experts), on the host.
         """
@@ -38,11 +41,11 @@ class Notices:
         if topk_idx is not None:
             is_wrong = ((topk_idx < -1) | (topk_idx >= num_experts)).any().to(torch.int32)
         same = (num_experts, 0 if topk_idx is None else topk_idx.shape[1], x.shape[1] * x.element_size(),
-                0 if scales is None else scales.shape[1])
+                0 if scales is None else scales.shape[1], *elastic)
         words = torch.tensor([len(x), *same], dtype=torch.int32, device=self.device)
         received = self.exchange(torch.cat([
             words.expand(num_ranks, -1), tokens_per_rank[:, None], is_wrong.expand(num_ranks, 1),
-            per_expert.new_zeros(num_ranks, 1), per_expert], 1))
+            per_expert.new_zeros(num_ranks, NUM_WORDS - len(SAME) - 3), per_expert], 1))
         rows = received[:, : NUM_WORDS + per_expert.shape[1]].tolist()
         self.layer.synchronize()  # raises what went wrong
         for rank, row in enumerate(rows):
@@ -51,9 +54,9 @@ class Notices:
                     raise EpMismatch(f"dispatch: {name} must be the same on all ranks, but it is "
                                      f"{rows[0][i]} on rank 0 and {row[i]} on rank {rank}")
         for rank, row in enumerate(rows):
-            if row[6]:
+            if row[len(SAME) + 2]:
                 raise EpIndexError(f"rank {rank}: an index of topk_idx is outside [-1, {num_experts})")
-        return ([row[0] for row in rows], sum(row[5] for row in rows),
+        return ([row[0] for row in rows], sum(row[len(SAME) + 1] for row in rows),
                 [sum(counts) for counts in zip(*(row[NUM_WORDS:] for row in rows))])
 
     def refuse(self, error):

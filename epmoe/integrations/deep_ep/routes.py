@@ -42,9 +42,12 @@ class Routes:
             self._layers[key] = self._make(hidden, dtype=dtype)
         return self._layers[key]
 
-    def plan(self, idx):
-        """Plan a dispatch to the experts idx [T, K].  Collective."""
-        return Plan(self, self.planner.preprocess(idx))
+    def plan(self, idx, num_rows=None):
+        """Plan a dispatch to the experts idx [T, K].  Collective.
+
+        num_rows: The rows of its results where the layers have a capacity, which may be larger.
+        """
+        return Plan(self, self.planner.preprocess(idx), num_rows)
 
     def refuse(self, error, *steps):
         """Tell the other ranks that this one cannot take part in a call, then raise the error.
@@ -66,14 +69,47 @@ class Routes:
             layer.finalize()
 
 
+class RoutesBySize:
+    """Routes that differ only in max_tokens, for calls of any size.
+
+    A call takes the smallest one that is large enough, which is always the same one for a size.  A new one is
+    at least twice as large as the largest, so there are few of them whatever sizes a program asks for.  None
+    is closed before the buffer is destroyed: a handle or a CUDA graph may still use it.
+    """
+
+    def __init__(self):
+        self.made = []  # the largest last
+        self.latest = None
+
+    def find(self, num_tokens):
+        """Return the Routes for so many tokens of a rank, or None."""
+        return next((routes for routes in self.made if routes.max_tokens >= num_tokens), None)
+
+    def at_least(self, num_tokens, make):
+        """Return the Routes for so many tokens of a rank.  Collective if there is none yet.
+
+        make(max_tokens): Makes a Routes.
+        """
+        found = self.find(num_tokens)
+        if found is None:
+            found = make(max(num_tokens, 2 * self.made[-1].max_tokens if self.made else 0))
+            self.made.append(found)
+        self.latest = found
+        return found
+
+    def finalize(self):
+        for routes in self.made:
+            routes.finalize()
+
+
 class Plan:
     """A plan, for all layers of its Routes."""
 
-    def __init__(self, routes, layout):
+    def __init__(self, routes, layout, num_rows):
         self.routes = routes
         self.layout = layout  # the planner's
         self.num_tokens = layout.num_tokens
-        self.num_rows = layout._num_rows if routes.planner.capacity is None else routes.planner.capacity
+        self.num_rows = num_rows if layout._num_rows is None else layout._num_rows
 
     def on(self, layer):
         """Return the EPLayout of a layer."""
@@ -84,7 +120,9 @@ class Plan:
     def dispatch(self, rows, weight=None):
         """Return the rows [M, H] that this rank receives of rows [T, H], and the weights [M] or None."""
         layer = self.routes.layer(rows.dtype, rows.shape[1])
-        rows, row_weight, layout = layer.dispatch(aligned(rows), weight=weight, layout=self.on(layer))
+        rows = aligned(rows)
+        layout, weight, _ = layer._prepare(_C.OP_DISPATCH, rows, None, weight, None, self.on(layer), 0)
+        rows, row_weight, layout = layer._dispatch_planned(layout, rows, weight, self.num_rows)
         if self.layout.recv is None:
             self.layout.recv = layout.recv
         return rows, row_weight
