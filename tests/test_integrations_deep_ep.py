@@ -189,7 +189,7 @@ def run_mistakes(world, device):
             (dict(x=(x, x.float())), TypeError, "wanted float8_e4m3fn"),
             (dict(num_tokens_per_rank=None), TypeError, "num_tokens_per_rank: wanted a tensor"),
             (dict(is_token_in_rank=layout["is_token_in_rank"][:-1]), ValueError, "is_token_in_rank"),
-            (dict(num_tokens_per_expert=layout["num_tokens_per_expert"][:-1]), ValueError, "5 experts"),
+            (dict(num_tokens_per_expert=layout["num_tokens_per_expert"][:-1]), ValueError, "per_expert. 5"),
             (dict(topk_weights=None), ValueError, "pass both or neither"),
             (dict(topk_weights=weights.double()), TypeError, "topk_weights: wanted torch.float32"),
             (dict(expert_alignment=0), ValueError, "expert_alignment 0")):

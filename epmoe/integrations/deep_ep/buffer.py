@@ -3,16 +3,18 @@
 import torch
 
 from ... import _C
-from ...comm.device import pick_device
+from ...comm.device import integer, pick_device
 from ...comm.world import World
 from ...torch_modes import check_mode
+from .config import rows_bytes
 from .low_latency import LowLatency
-from .notices import MAX_LOCAL_EXPERTS, Notices
-from .routes import Routes, RoutesBySize
+from .notices import Notices, check_num_experts
+from .refusal import before_creation, refuse
+from .routes import Plans, Routes, RoutesBySize, plan_steps
 from .rows import (biases_of, check_device, check_rows, check_scales, check_tensor, check_topk_idx,
-                   combine_tokens, count_choices, dispatch_tokens, meta_key, rows_key, to_ranks)
+                   combine_tokens, count_choices, dispatch_tokens, to_ranks)
 from .settings import Settings
-from .utils import EventOverlap, Streams
+from .utils import EventOverlap, Streams, check_event
 
 
 class Handle(tuple):
@@ -54,8 +56,9 @@ class Buffer(LowLatency, Settings):
         device: As for SymmetricHeap.  DeepEP does not have it.
 
     Raises:
-        ValueError: Without a group.
+        ValueError: Without a group, and for another wrong argument.
         NotImplementedError: For enable_shrink and comm.
+        PeerError: On the other ranks, when one rank raises one of these, except without a group.
         EpError: As the creation of an EPAll2AllLayer.
 
     Examples:
@@ -80,23 +83,27 @@ class Buffer(LowLatency, Settings):
     def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
                  allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False,
                  enable_shrink=False, comm=None, *, device=None):
-        if comm is not None:
-            raise NotImplementedError("comm: epmoe has no ranks of mpi4py; pass a torch.distributed group")
-        if group is None:
-            raise ValueError("group is None: pass a torch.distributed ProcessGroup")
-        if enable_shrink:
-            raise NotImplementedError("enable_shrink: epmoe has no masked ranks; when a rank dies, all raise "
-                                      "PeerDied and make a new Buffer with a new group")
+        no_mpi = NotImplementedError("comm: epmoe has no ranks of mpi4py; pass a torch.distributed group")
+        no_group = ValueError("group is None: pass a torch.distributed ProcessGroup")
+        if group is None:  # the other ranks learn nothing of this, because only the group names them
+            raise no_group if comm is None else no_mpi
         self.group = group
         self.world = World.of(group)
         self.rank, self.group_size = self.world.rank, self.world.size
-        self.device = pick_device(device)
+        with before_creation(self.world):
+            if comm is not None:
+                raise no_mpi
+            if enable_shrink:
+                raise NotImplementedError("enable_shrink: epmoe has no masked ranks; when a rank dies, all "
+                                          "raise PeerDied and make a new Buffer with a new group")
+            self.device = pick_device(device)
+            self._streams = Streams(self.device)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = False
-        self._streams = Streams(self.device)
         self._notices = Notices(self.world, self.device)
+        self._plans = Plans(self._notices, Handle)
         self._routes = RoutesBySize()
         self._worst = RoutesBySize()  # of calls with num_worst_tokens
         self._low_latency = {}  # (max_tokens, H, K, E) -> LowLatencyAll2All
@@ -148,8 +155,7 @@ class Buffer(LowLatency, Settings):
         """
         self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
         check_topk_idx(topk_idx, self.device)
-        if num_experts <= 0 or num_experts % self.group_size:
-            raise ValueError(f"num_experts {num_experts}: must be a multiple of {self.group_size} ranks")
+        check_num_experts("num_experts", num_experts, self.group_size)
 
         def count():
             per_rank, per_expert, is_in = count_choices(topk_idx, num_experts, self.group_size)
@@ -197,31 +203,27 @@ class Buffer(LowLatency, Settings):
         Examples:
             See Buffer.
         """
-        self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
-        x, scales = x if isinstance(x, tuple) else (x, None)
+        x, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        streams = previous_event, async_finish, allocate_on_comm_stream
         if handle is not None:
-            return self._dispatch_again(x, scales, handle, (topk_idx, topk_weights), previous_event,
-                                        async_finish)
-        most, routes = len(x), None
-        if num_worst_tokens:
-            most = num_worst_tokens // self.group_size
-            routes = self._worst.at_least(most, self._make_worst)
+            return self._dispatch_again(x, scales, handle, (topk_idx, topk_weights), streams)
         try:
+            self._check_streams(*streams)
             self._check_dispatch(x, scales, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
             self._check_topk(x, topk_idx, topk_weights)
-            if expert_alignment < 1:
+            if integer("expert_alignment", expert_alignment) < 1:
                 raise ValueError(f"expert_alignment {expert_alignment}: must be at least 1")
+            most = self._most_of_worst(num_worst_tokens) if num_worst_tokens else len(x)
             if len(x) > most:
                 raise ValueError(f"num_worst_tokens {num_worst_tokens}: must be at least {self.group_size} "
                                  f"times the tokens of a rank, and x has {len(x)}")
         except Exception as error:
-            if routes is None:
-                self._notices.refuse(error)
-            routes.refuse(error, (_C.OP_PLAN, None), *self._dispatch_steps(x, scales, topk_idx))
+            self._refuse_dispatch(error, num_worst_tokens, x, topk_idx, topk_idx, scales)
+        routes = self._worst.at_least(most, self._make_worst) if num_worst_tokens else None
         num_local = len(num_tokens_per_expert) // self.group_size
 
         def send():
-            counts, plan = [], None
+            counts = []
             if routes is None:
                 tokens, num_rows, counts = self._notices.announce(x, scales, topk_idx, num_tokens_per_rank,
                                                                   num_tokens_per_expert)
@@ -230,9 +232,11 @@ class Buffer(LowLatency, Settings):
                     error = ValueError(f"num_tokens_per_rank of the ranks says {num_rows} tokens for this "
                                        f"rank, is_token_in_rank {plan.num_rows}: use those of "
                                        f"get_dispatch_layout")
-                    plan.routes.refuse(error, *self._dispatch_steps(x, scales, topk_idx))
+                    steps = plan.routes.steps(_C.OP_DISPATCH, x, topk_idx, topk_idx, scales)
+                    refuse(self.world, error, steps)
             else:
                 plan = routes.plan(to_ranks(is_token_in_rank), num_worst_tokens)
+            self._plans.add(plan)
             result = dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local)
             counts = [-(-n // expert_alignment) * expert_alignment for n in counts]
             return *result, counts, Handle(plan, result[4], is_token_in_rank)
@@ -270,13 +274,9 @@ class Buffer(LowLatency, Settings):
         Examples:
             See Buffer.
         """
-        self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
-        steps = [(_C.OP_COMBINE, rows_key(x) if getattr(x, "ndim", 0) == 2 else None)]
-        if isinstance(topk_weights, torch.Tensor) and topk_weights.dim() == 2:
-            steps.append((_C.OP_COMBINE, meta_key(topk_weights)))
         try:
-            self._check_handle(handle)
-            plan = handle.plan
+            self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
+            plan = self._plans.of(handle)
             check_mode(x)
             check_rows("x", x, self.device)
             check_tensor("x", x, self.device, x.dtype, plan.num_rows, None)
@@ -288,10 +288,7 @@ class Buffer(LowLatency, Settings):
             for b in biases:
                 check_tensor("bias", b, self.device, x.dtype, plan.num_tokens, x.shape[1])
         except Exception as error:
-            routes = handle.plan.routes if isinstance(handle, Handle) else self._routes.latest
-            if routes is None:
-                self._notices.refuse(error)
-            routes.refuse(error, *steps)
+            self._plans.refuse(error, handle, _C.OP_COMBINE, x, topk_weights)
         (out, weights), event = self._streams.run(lambda: combine_tokens(plan, x, topk_weights, biases),
                                                   (x, topk_weights, *biases, *plan.tensors()), previous_event,
                                                   async_finish)
@@ -316,11 +313,29 @@ class Buffer(LowLatency, Settings):
     def _make_worst(self, max_tokens):
         return self._make_routes(max_tokens, capacity=max_tokens * self.group_size)
 
-    def _dispatch_again(self, x, scales, handle, topk, previous_event, async_finish):
-        steps = self._dispatch_steps(x, scales, None)
+    def _most_of_worst(self, num_worst_tokens):
+        """Return the most tokens of a rank for which these rows are enough."""
+        most = integer("num_worst_tokens", num_worst_tokens) // self.group_size
+        if most < 1:
+            raise ValueError(f"num_worst_tokens {num_worst_tokens}: must be at least {self.group_size}")
+        rows_bytes(self.group_size, most, 4, torch.float32)  # raises for a size that no layer has
+        return most
+
+    def _refuse_dispatch(self, error, num_worst_tokens, x, *columns):
+        """Refuse a dispatch without a handle; see refuse()."""
+        if not num_worst_tokens:
+            refuse(self.world, error, [self._notices.step])
         try:
-            self._check_handle(handle)
-            plan = handle.plan
+            routes = self._worst.find(self._most_of_worst(num_worst_tokens))
+        except (TypeError, ValueError):  # the others have another number: perhaps that of the latest call
+            routes = self._worst.latest
+        refuse(self.world, error, plan_steps(routes, x, *columns))
+
+    def _dispatch_again(self, x, scales, handle, topk, streams):
+        previous_event, async_finish, _ = streams
+        try:
+            self._check_streams(*streams)
+            plan = self._plans.of(handle)
             if topk != (None, None):
                 raise ValueError("topk_idx and topk_weights: must be None with a handle")
             check_rows("x", x, self.device)
@@ -328,10 +343,7 @@ class Buffer(LowLatency, Settings):
             if scales is not None:
                 check_scales(scales, x, self.device)
         except Exception as error:
-            routes = handle.plan.routes if isinstance(handle, Handle) else self._routes.latest
-            if routes is None:
-                self._notices.refuse(error)
-            routes.refuse(error, *steps)
+            self._plans.refuse(error, handle, _C.OP_DISPATCH, x, scales)
         (recv_x, recv_scales, *_), event = self._streams.run(
             lambda: dispatch_tokens(plan, x, scales, None, None, 0), (x, scales, *plan.tensors()),
             previous_event, async_finish)
@@ -339,26 +351,10 @@ class Buffer(LowLatency, Settings):
         return recv_x, None, None, None, None, EventOverlap(event)
 
     @staticmethod
-    def _dispatch_steps(x, scales, topk_idx):
-        """Return the operations of a dispatch after its plan, as far as wrong arguments say."""
-        is_matrix = isinstance(x, torch.Tensor) and x.dim() == 2
-        steps = [(_C.OP_DISPATCH, rows_key(x) if is_matrix else None)]
-        columns = [c for c in (topk_idx, topk_idx, scales) if isinstance(c, torch.Tensor) and c.dim() == 2]
-        if columns:
-            steps.append((_C.OP_DISPATCH, meta_key(*columns)))
-        return steps
-
-    @staticmethod
     def _check_streams(previous_event, async_finish, allocate_on_comm_stream):
+        check_event("previous_event", previous_event)
         if allocate_on_comm_stream and not (previous_event is not None and async_finish):
             raise ValueError("allocate_on_comm_stream: needs previous_event and async_finish=True")
-
-    def _check_handle(self, handle):
-        if not isinstance(handle, Handle):
-            raise TypeError(f"handle: wanted what dispatch of this Buffer returned, got "
-                            f"{type(handle).__name__}")
-        if handle.plan.routes.world is not self.world:
-            raise ValueError("handle: it belongs to a Buffer of another group")
 
     def _check_dispatch(self, x, scales, per_rank, is_in_rank, per_expert):
         check_rows("x", x, self.device)
@@ -367,9 +363,7 @@ class Buffer(LowLatency, Settings):
         check_tensor("is_token_in_rank", is_in_rank, self.device, torch.bool, len(x), self.group_size)
         check_tensor("num_tokens_per_rank", per_rank, self.device, torch.int32, self.group_size)
         check_tensor("num_tokens_per_expert", per_expert, self.device, torch.int32, None)
-        if len(per_expert) % self.group_size or len(per_expert) > self.group_size * MAX_LOCAL_EXPERTS:
-            raise ValueError(f"num_tokens_per_expert has {len(per_expert)} experts: wanted a multiple of "
-                             f"{self.group_size} ranks, at most {MAX_LOCAL_EXPERTS} for each")
+        check_num_experts("len(num_tokens_per_expert)", len(per_expert), self.group_size)
 
     def _check_topk(self, x, topk_idx, topk_weights):
         if (topk_idx is None) != (topk_weights is None):

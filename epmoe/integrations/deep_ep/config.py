@@ -1,5 +1,6 @@
 """Config, the tuning of DeepEP's queues, and how large its buffers would be."""
 
+import functools
 import typing
 
 import torch
@@ -75,8 +76,12 @@ def rows_bytes(num_ranks, max_tokens, hidden, dtype):
     return layer_bytes(num_ranks, num_ranks, num_ranks, max_tokens, hidden, dtype, _C.COMBINE_SCATTER)
 
 
+@functools.lru_cache(256)
 def layer_bytes(num_ranks, num_experts, topk, max_tokens, hidden, dtype, mode, capacity=None):
-    """Return the bytes of a layer, rounded up to ALIGNMENT."""
+    """Return the bytes of a layer, rounded up to ALIGNMENT.
+
+    Raises ValueError for sizes that no layer has.
+    """
     capacity = num_ranks * max_tokens * topk if capacity is None else capacity
     num_bytes = _C.layer_bytes(LayerConfig(
         ranks=num_ranks, num_experts=num_experts, topk=topk, max_tokens=max_tokens, hidden=hidden,

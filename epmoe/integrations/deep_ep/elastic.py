@@ -3,14 +3,17 @@
 import torch
 
 from ... import _C
-from ...comm.device import pick_device
+from ...comm.device import integer, pick_device
 from ...comm.world import World
 from ...torch_modes import check_mode
-from .elastic_handle import EPHandle
-from .notices import Notices
-from .rows import biases_of, check_rows, check_scales, check_tensor, check_topk_idx, rows_key
+from .config import layer_bytes
+from .elastic_handle import EPHandle, layer_sizes, most_rows
+from .notices import Notices, check_num_experts
+from .refusal import before_creation, refuse
+from .routes import Plans, plan_steps
+from .rows import biases_of, check_rows, check_scales, check_tensor, check_topk_idx
 from .settings import ElasticSettings
-from .utils import EventOverlap, Streams
+from .utils import EventOverlap, Streams, check_event, wait_for
 
 
 class Unavailable:
@@ -67,8 +70,9 @@ class ElasticBuffer(ElasticSettings, Unavailable):
         device: As for SymmetricHeap.  DeepEP does not have it.
 
     Raises:
-        ValueError: Without a group.
+        ValueError: Without a group, and for another wrong argument.
         NotImplementedError: For num_cpu_bytes.
+        PeerError: On the other ranks, when one rank raises one of these, except without a group.
         EpError: As the creation of an EPAll2AllLayer.
 
     Examples:
@@ -92,20 +96,22 @@ class ElasticBuffer(ElasticSettings, Unavailable):
                  allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=3,
                  num_allocated_qps=0, num_cpu_timeout_secs=None, num_gpu_timeout_secs=None,
                  explicitly_destroy=False, *, device=None):
-        if num_cpu_bytes:
-            raise NotImplementedError("num_cpu_bytes: epmoe has no Engram storage")
-        if group is None:
+        if group is None:  # the other ranks learn nothing of this, because only the group names them
             raise ValueError("group is None: pass a torch.distributed ProcessGroup")
         self.group = group
         self.world = World.of(group)
-        timeouts = [t for t in (num_cpu_timeout_secs, num_gpu_timeout_secs) if t is not None]
-        if timeouts:
-            self.world.set_timeout(max(timeouts))
+        with before_creation(self.world):
+            if num_cpu_bytes:
+                raise NotImplementedError("num_cpu_bytes: epmoe has no Engram storage")
+            self.device = pick_device(device)
+            self._streams = Streams(self.device)
+            timeouts = [t for t in (num_cpu_timeout_secs, num_gpu_timeout_secs) if t is not None]
+            if timeouts:
+                self.world.set_timeout(max(timeouts))
         self.rank_idx, self.num_ranks = self.world.rank, self.world.size
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.num_rdma_ranks, self.num_nvlink_ranks = (
             1, self.num_ranks)
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
-        self.device = pick_device(device)
         self.num_bytes = num_bytes
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
         self.allow_hybrid_mode, self.deterministic = allow_hybrid_mode, deterministic
@@ -113,8 +119,8 @@ class ElasticBuffer(ElasticSettings, Unavailable):
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.num_allocated_qps = num_allocated_qps or 65
         self.explicitly_destroy = explicitly_destroy
-        self._streams = Streams(self.device)
         self._notices = Notices(self.world, self.device)
+        self._plans = Plans(self._notices, EPHandle)
         self._routes = {}  # (layer_sizes, do_expand, whether the host reads) -> RoutesBySize
 
     def destroy(self):
@@ -192,35 +198,50 @@ class ElasticBuffer(ElasticSettings, Unavailable):
 
         Raises:
             ValueError, TypeError: On the rank that passes a wrong argument; PeerError on the others.
-            EpIndexError: On all ranks, for an index outside of [-1, E), unless do_cpu_sync=False without
-                do_expand.
+            EpIndexError: On all ranks, for an index outside of [-1, E).  With do_cpu_sync=False the choice is
+                dropped if the index is E, and without do_expand for every such index.
             EpMismatch: On all ranks, when their sizes differ.
             EpError: As EPAll2AllLayer.dispatch.
 
         Examples:
             See ElasticBuffer.
         """
-        self._check_streams(previous_event, allocate_on_comm_stream)
-        x, scales = x if isinstance(x, tuple) else (x, None)
+        x, scales = x if isinstance(x, tuple) and len(x) == 2 else (x, None)
+        do_expand = bool(do_expand)
+        is_exact = do_cpu_sync is None or bool(do_cpu_sync)
+        align = 1 if expert_alignment is None else expert_alignment
+        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         try:
+            self._check_streams(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
             if handle is not None:
+                self._plans.of(handle)
                 self._check_again(handle, topk_idx, do_cpu_sync, do_expand,
                                   (num_experts, num_max_tokens_per_rank, expert_alignment))
                 topk_idx, num_experts = handle.topk_idx, handle.num_experts
-                most = handle.num_max_tokens_per_rank
-            else:
-                most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-            self._check_dispatch(x, scales, topk_idx, topk_weights, num_experts, most)
+                most, align = handle.num_max_tokens_per_rank, handle.expert_alignment
+            check_num_experts("num_experts", num_experts, self.num_ranks)
+            self._check_dispatch(x, scales, topk_idx, topk_weights)
+            self._check_sizes(topk_idx, num_experts, most, align, do_expand)
+            if cumulative_local_expert_recv_stats is not None:
+                check_tensor("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats,
+                             self.device, torch.int32, num_experts // self.num_ranks)
             if do_zero_padding and not do_expand:
                 raise ValueError("do_zero_padding: needs do_expand=True")
         except Exception as error:
-            self._refuse_call(error, handle, (_C.OP_DISPATCH, x))
-        sizes = num_experts, most, expert_alignment or 1, num_sms
-        flags = do_expand, do_cpu_sync is None or bool(do_cpu_sync), do_handle_copy
+            if isinstance(handle, EPHandle):
+                do_expand, topk_idx = handle.do_expand, handle.topk_idx
+            columns = (scales,) if do_expand else (topk_idx, topk_weights, scales)
+            if handle is not None:
+                self._plans.refuse(error, handle, _C.OP_DISPATCH, x, *columns)
+            steps = [self._notices.step]
+            if not is_exact:  # on a GPU the others go on without waiting for the notices
+                routes = self._find_routes(topk_idx, num_experts, most, align, do_expand)
+                steps += plan_steps(routes, x, *columns)
+            refuse(self.world, error, steps)
+        sizes, flags = (num_experts, most, align, num_sms), (do_expand, is_exact, do_handle_copy)
 
         def send():
-            if previous_event_before_epilogue is not None:
-                previous_event_before_epilogue.current_stream_wait()
+            wait_for(previous_event_before_epilogue)
             used = EPHandle(self, x, scales, topk_idx, sizes, flags) if handle is None else handle
             rows, sf, idx, weights = used._send(x, scales, topk_weights)
             if cumulative_local_expert_recv_stats is not None:
@@ -263,11 +284,9 @@ class ElasticBuffer(ElasticSettings, Unavailable):
         Examples:
             See ElasticBuffer.
         """
-        self._check_streams(previous_event, allocate_on_comm_stream)
         try:
-            if not isinstance(handle, EPHandle) or handle.plan.routes.world is not self.world:
-                raise TypeError(f"handle: wanted what dispatch of this buffer returned, got "
-                                f"{type(handle).__name__}")
+            self._check_streams(previous_event, previous_event_before_epilogue, allocate_on_comm_stream)
+            self._plans.of(handle)
             check_mode(x)
             check_rows("x", x, self.device)
             if x.element_size() == 1:
@@ -280,11 +299,11 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             for b in biases:
                 check_tensor("bias", b, self.device, x.dtype, len(handle.topk_idx), x.shape[1])
         except Exception as error:
-            self._refuse_call(error, handle, (_C.OP_COMBINE, x))
+            columns = () if getattr(handle, "do_expand", False) else (topk_weights,)
+            self._plans.refuse(error, handle, _C.OP_COMBINE, x, *columns)
 
         def send():
-            if previous_event_before_epilogue is not None:
-                previous_event_before_epilogue.current_stream_wait()
+            wait_for(previous_event_before_epilogue)
             return handle._combine(x, topk_weights, biases)
 
         (out, weights), event = self._streams.run(send, (x, topk_weights, *biases, *handle._tensors()),
@@ -293,23 +312,24 @@ class ElasticBuffer(ElasticSettings, Unavailable):
 
     # ---- parts ----
 
-    def _refuse_call(self, error, handle, step):
-        """Tell the other ranks that this one cannot take part in a call, then raise the error."""
-        op, x = step
-        if isinstance(handle, EPHandle):
-            is_matrix = isinstance(x, torch.Tensor) and x.dim() == 2
-            handle.plan.routes.refuse(error, (op, rows_key(x) if is_matrix else None))
-        self._notices.refuse(error)
+    def _find_routes(self, topk_idx, num_experts, most, align, do_expand):
+        """Return the Routes of a dispatch whose host reads nothing, or None if the call creates it."""
+        try:
+            sizes = layer_sizes(self.num_ranks, num_experts, topk_idx.shape[1], align, do_expand)
+            found = self._routes.get((sizes, do_expand, False))
+            return found and found.find(most)
+        except Exception:  # for wrong arguments
+            return self._plans.latest
 
     @staticmethod
-    def _check_streams(previous_event, allocate_on_comm_stream):
+    def _check_streams(previous_event, previous_event_before_epilogue, allocate_on_comm_stream):
+        check_event("previous_event", previous_event)
+        check_event("previous_event_before_epilogue", previous_event_before_epilogue)
         if previous_event is not None and not allocate_on_comm_stream:
             raise ValueError("previous_event: needs allocate_on_comm_stream=True")
 
-    def _check_again(self, handle, topk_idx, do_cpu_sync, do_expand, sizes):
-        if not isinstance(handle, EPHandle) or handle.plan.routes.world is not self.world:
-            raise TypeError(f"handle: wanted what dispatch of this buffer returned, got "
-                            f"{type(handle).__name__}")
+    @staticmethod
+    def _check_again(handle, topk_idx, do_cpu_sync, do_expand, sizes):
         if topk_idx is not None:
             raise ValueError("topk_idx: must be None with a handle")
         if do_cpu_sync:
@@ -322,17 +342,24 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             if got is not None and got != want:
                 raise ValueError(f"{name}={got}, but the handle has {want}: leave it out")
 
-    def _check_dispatch(self, x, scales, topk_idx, topk_weights, num_experts, most):
+    def _check_dispatch(self, x, scales, topk_idx, topk_weights):
         check_rows("x", x, self.device)
         if scales is not None:
             check_scales(scales, x, self.device)
         check_topk_idx(topk_idx, self.device, len(x))
         if topk_weights is not None:
             check_tensor("topk_weights", topk_weights, self.device, torch.float32, *topk_idx.shape)
-        if not num_experts or num_experts % self.num_ranks:
-            raise ValueError(f"num_experts {num_experts}: must be a multiple of {self.num_ranks} ranks")
-        if len(x) > most:
-            raise ValueError(f"x has {len(x)} tokens: must be at most num_max_tokens_per_rank, {most}")
+
+    def _check_sizes(self, topk_idx, num_experts, most, align, do_expand):
+        """Raise for sizes that no layer has, or that do not fit."""
+        num_tokens, topk = topk_idx.shape
+        if integer("expert_alignment", align) < 1:
+            raise ValueError(f"expert_alignment {align}: must be at least 1")
+        if num_tokens > integer("num_max_tokens_per_rank", most):
+            raise ValueError(f"x has {num_tokens} tokens: must be at most num_max_tokens_per_rank, {most}")
+        num_rows = most_rows(self.num_ranks, num_experts, topk, most, align)
+        num_experts, topk, _ = layer_sizes(self.num_ranks, num_experts, topk, align, do_expand)
+        layer_bytes(self.num_ranks, num_experts, topk, most, 4, torch.float32, _C.COMBINE_SCATTER, num_rows)
 
 
 def row_scales(scales, column_major):

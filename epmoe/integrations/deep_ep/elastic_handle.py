@@ -2,6 +2,7 @@
 
 import torch
 
+from ... import _C
 from .notices import NUM_WORDS
 from .routes import Routes, RoutesBySize
 from .rows import as_rows, combine_tokens, count_choices, dispatch_tokens, pack, to_ranks_by_choice, unpack
@@ -80,11 +81,13 @@ class EPHandle:
         choices = (self.topk_idx.contiguous() if self.do_expand
                    else to_ranks_by_choice(topk_idx, self.num_experts, size))
         self.plan = self._routes(buffer, topk, is_exact).plan(choices, self.num_out_rows)
+        buffer._plans.add(self.plan)
         self.psum_num_recv_tokens_per_scaleup_rank = self.plan.layout.recv_tokens.cumsum(
             0, dtype=torch.int32)
-        rank_of = torch.where(topk_idx >= 0, topk_idx // self.num_local, 0).long()
+        is_choice = (topk_idx >= 0) & (topk_idx < self.num_experts)
+        rank_of = torch.where(is_choice, topk_idx // self.num_local, 0).long()
         slots = self.plan.layout.token_slots.gather(1, rank_of)
-        self.dst_buffer_slot_idx = torch.where(topk_idx >= 0, slots, -1)
+        self.dst_buffer_slot_idx = torch.where(is_choice, slots, -1)
         self.recv_src_metadata = None  # of the first send
         self._is_here = None
 
@@ -117,6 +120,7 @@ class EPHandle:
                 self._is_here = idx >= 0
                 self._set_metadata(numbers, self._is_here, torch.full_like(idx, -1, dtype=torch.int32))
             return rows, scales, idx, topk_weights
+        self.plan.routes.note(_C.OP_DISPATCH, x)
         rows, topk_weights = self.plan.dispatch(as_rows(x), topk_weights)
         rows = rows.view(x.dtype)
         if scales is not None:
@@ -131,6 +135,7 @@ class EPHandle:
             if topk_weights is not None:
                 topk_weights = topk_weights.masked_fill(~self._is_here, 0)
             return combine_tokens(self.plan, x, topk_weights, biases)
+        self.plan.routes.note(_C.OP_COMBINE, x)
         return self.plan.combine(x, topk_weights, biases)
 
     # ---- parts ----

@@ -4,12 +4,20 @@ import torch
 
 from ... import _C
 from ...a2a.layer import EPAll2AllLayer
+from ...comm.device import integer
 from ...errors import EpIndexError, EpMismatch
 
 MAX_LOCAL_EXPERTS = 1024  # of a rank
 SAME = ("num_experts", "num_topk (0: without topk_idx)", "the bytes of a token", "the scales of a token",
         "num_max_tokens_per_rank", "do_expand", "expert_alignment with do_expand")
 NUM_WORDS = 12  # T, SAME, tokens for that rank, whether an index is wrong, two 0; counts of experts follow
+
+
+def check_num_experts(name, num_experts, num_ranks):
+    number = integer(name, num_experts or 0)
+    if number <= 0 or number % num_ranks or number > num_ranks * MAX_LOCAL_EXPERTS:
+        raise ValueError(f"{name} {num_experts}: must be a multiple of {num_ranks} ranks, and at most "
+                         f"{MAX_LOCAL_EXPERTS} for each")
 
 
 class Notices:
@@ -22,6 +30,11 @@ class Notices:
                                     num_tot_experts=world.size, dtype=torch.float32, device=device)
         ranks = torch.arange(world.size, dtype=torch.int32, device=device)
         self._layout = self.layer.preprocess(ranks[:, None])  # row r goes to rank r, in every call
+
+    @property
+    def step(self):
+        """The operation of exchange, for refuse()."""
+        return self.layer, 0, _C.OP_DISPATCH
 
     def exchange(self, notes):
         """Send row r of notes [W, n] int32 to rank r; return a row from each rank.  Collective."""
@@ -58,7 +71,3 @@ class Notices:
                 raise EpIndexError(f"rank {rank}: an index of topk_idx is outside [-1, {num_experts})")
         return ([row[0] for row in rows], sum(row[len(SAME) + 1] for row in rows),
                 [sum(counts) for counts in zip(*(row[NUM_WORDS:] for row in rows))])
-
-    def refuse(self, error):
-        """Tell the other ranks that this one cannot take part in an exchange, then raise the error."""
-        self.layer._propagate(_C.OP_DISPATCH, error, 0)

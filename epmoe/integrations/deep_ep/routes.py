@@ -5,18 +5,19 @@ K = W choices of a token are the ranks to which it goes.  So a rank receives one
 to it, ordered by source rank, then token; and combine adds up one row from each rank, without weights.
 """
 
-import contextlib
 import functools
+import itertools
+import weakref
 
 import torch
 
 from ... import _C
 from ...a2a.layer import EPAll2AllLayer
-from ...a2a.base import propagate_layer_error
 from ...a2a.layout import EPLayout
-from ...comm.device import status_of, stream_of
 from ...comm.error_propagation import reporting
 from ...gemm.grouped import aligned
+from .refusal import refuse
+from .rows import check_rows, meta_key, rows_key
 
 
 class Routes:
@@ -34,6 +35,7 @@ class Routes:
         self._make = functools.partial(EPAll2AllLayer, world, max_tokens, topk=topk, device=device,
                                        num_tot_experts=num_experts, **options)
         self._layers = {}
+        self._latest = {}  # operation -> key of the rows that the next one is likely to have
         self.planner = self._make(4, dtype=torch.float32)  # makes all plans, so that their numbers are unique
 
     def layer(self, dtype, hidden):
@@ -49,24 +51,36 @@ class Routes:
         """
         return Plan(self, self.planner.preprocess(idx), num_rows)
 
-    def refuse(self, error, *steps):
-        """Tell the other ranks that this one cannot take part in a call, then raise the error.
+    def note(self, op, x):
+        """Remember what rows a call has, in case a rank cannot say it in the next one."""
+        self._latest[op] = rows_key(x)
+        if op == _C.OP_DISPATCH:  # numbers of one byte return as bfloat16
+            self._latest[_C.OP_COMBINE] = (torch.bfloat16 if x.element_size() == 1 else x.dtype, x.shape[1])
 
-        steps: The operations of the call: (operation, None for the planner, or (dtype, hidden) of its rows).
+    def steps(self, op, x, *columns):
+        """Return the steps of a call for refuse(): the rows x, and what travels beside them.
+
+        If x is wrong, the others have rows like those of the latest call.
         """
-        # On a CPU the others raise in the first operation.  On a GPU they have launched the next ones, too.
-        for op, key in steps[:1] if self.device.type == "cpu" else steps:
-            layer = self.planner if key is None else self._layers.get(key)
-            with contextlib.suppress(Exception):
-                if layer is None:  # the others create it
-                    propagate_layer_error(self.world, None, error)
-                    break
-                _C.layer_propagate_error(layer._c, 0, op, status_of(error), stream_of(self.device))
-        raise error
+        try:
+            check_rows("x", x, self.device)
+            key = self._latest.get(op) if op == _C.OP_COMBINE and x.element_size() == 1 else rows_key(x)
+        except (TypeError, ValueError):
+            key = self._latest.get(op)
+        columns = [c for c in columns if isinstance(c, torch.Tensor) and c.dim() == 2]
+        keys = [key, meta_key(*columns)] if columns else [key]
+        return [(self._layers.get(key), 0, op) for key in keys]
 
     def finalize(self):
         for layer in (self.planner, *self._layers.values()):
             layer.finalize()
+
+
+def plan_steps(routes, x, *columns):
+    """Return the steps of a plan and a dispatch for refuse(); routes is None if the others create it."""
+    if routes is None:
+        return [(None, 0, _C.OP_PLAN)]
+    return [(routes.planner, 0, _C.OP_PLAN), *routes.steps(_C.OP_DISPATCH, x, *columns)]
 
 
 class RoutesBySize:
@@ -139,5 +153,51 @@ class Plan:
             return layer._combine(aligned(rows), None, scalar, self.layout.plan, self.layout.recv, 0,
                                   self.num_tokens, biases=(*biases, None, None)[:2], by_choice=True)
 
+    def num_inputs(self, op):
+        """Return the rows that a rank passes to an operation with this plan."""
+        return self.num_tokens if op == _C.OP_DISPATCH else self.num_rows
+
     def tensors(self):
         return self.layout.plan, self.layout.recv
+
+
+class Plans:
+    """The plans of a buffer's dispatches, which later calls name by a handle.
+
+    notices: The Notices of the buffer.  kind: The class of its handles, which have a plan.
+    """
+
+    def __init__(self, notices, kind):
+        self.notices = notices
+        self.kind = kind
+        self._number = itertools.count()
+        self._in_use = weakref.WeakValueDictionary()  # the newest last
+        self.latest = None  # the Routes of the newest plan
+
+    def add(self, plan):
+        self._in_use[next(self._number)] = plan
+        self.latest = plan.routes
+
+    def of(self, handle):
+        """Return the plan of a handle."""
+        if not isinstance(handle, self.kind):
+            raise TypeError(f"handle: wanted what dispatch of this buffer returned, got "
+                            f"{type(handle).__name__}")
+        if handle.plan.routes.world is not self.notices.world:
+            raise ValueError("handle: it belongs to a buffer of another group")
+        return handle.plan
+
+    def refuse(self, error, handle, op, x, *columns):
+        """Refuse a call with a handle; see refuse().
+
+        If the handle is wrong, the others are taken to use the newest plan for as many rows as x has, or
+        else the newest one.
+        """
+        try:
+            routes = self.of(handle).routes
+        except (TypeError, ValueError):
+            num = len(x) if isinstance(x, torch.Tensor) and x.dim() else None
+            newest = reversed([*self._in_use.values()])
+            routes = next((plan.routes for plan in newest if num == plan.num_inputs(op)), self.latest)
+        steps = routes.steps(op, x, *columns) if routes else [self.notices.step]
+        refuse(self.notices.world, error, steps)

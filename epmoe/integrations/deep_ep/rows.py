@@ -2,6 +2,7 @@
 
 import torch
 
+from ... import _C
 from ...a2a.base import DTYPES
 
 
@@ -79,6 +80,8 @@ def check_device(name, t, device):
 
 def check_tensor(name, t, device, dtype, *shape):
     """Check a tensor's dtype and shape; a size of None is any."""
+    if isinstance(t, torch.Tensor) and t.shape == shape and t.dtype == dtype and t.device == device:
+        return
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
     if t.dtype != dtype:
@@ -105,6 +108,7 @@ def dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local_experts):
     sources).  An index of another rank's expert becomes -1, and its weight 0.
     """
     world = plan.routes.world
+    plan.routes.note(_C.OP_DISPATCH, x)
     rows, numbers = plan.dispatch(as_rows(x), numbered(len(x), world.size, x.device))
     idx = None if topk_idx is None else (topk_idx + 1).to(torch.int32)  # rows that are absent are zeros
     columns = idx, topk_weights, scales
@@ -120,6 +124,7 @@ def dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local_experts):
 
 def combine_tokens(plan, x, topk_weights, biases):
     """Return the sums over the ranks of x [M, H], plus the biases, and of topk_weights [M, K] or None."""
+    plan.routes.note(_C.OP_COMBINE, x)
     out = plan.combine(x, biases=biases)[0]
     if topk_weights is None:
         return out, None

@@ -111,6 +111,21 @@ class EventOverlap:
         self._releases = False
 
 
+def check_event(name, event):
+    """Raise TypeError for what is neither an event nor None."""
+    event = getattr(event, "event", event)
+    if event is not None and not hasattr(event, "current_stream_wait"):
+        raise TypeError(f"{name}: wanted an EventOverlap, an EventHandle or None, got "
+                        f"{type(event).__name__}")
+
+
+def wait_for(event):
+    """Let the current stream wait for an EventHandle, or that of an EventOverlap, if there is one."""
+    event = getattr(event, "event", event)
+    if event is not None:
+        event.current_stream_wait()
+
+
 class Streams:
     """The communication stream of a buffer, and how a call is put on a stream.
 
@@ -134,18 +149,15 @@ class Streams:
         with torch.no_grad():
             if self.device.type != "cuda":
                 return fn(), EventHandle() if is_async else None
-            previous = getattr(previous_event, "event", previous_event)  # an EventOverlap has an EventHandle
             current = torch.cuda.current_stream(self.device)
             if not is_async:
-                if previous is not None:
-                    previous.current_stream_wait()
+                wait_for(previous_event)
                 _record(inputs, current)
                 return fn(), None
             with torch.cuda.stream(self.comm):
-                if previous is not None:
-                    previous.current_stream_wait()
-                else:
+                if getattr(previous_event, "event", previous_event) is None:
                     self.comm.wait_stream(current)
+                wait_for(previous_event)
                 _record(inputs, self.comm)
                 result = fn()
                 event = EventHandle()
