@@ -192,6 +192,62 @@ def test_integrations_deep_ep_v2_index_of_no_expert(ranks, do_expand):
     ranks(run_index, do_expand, world_size=2, at_least=2, timeout_s=60)
 
 
+# ---- low latency ----
+
+
+def run_low_latency(world, device):
+    buffer = deep_ep.Buffer(world, low_latency_mode=True, explicitly_destroy=True, device=device)
+    size = world.size
+    x, idx, weights = on(device, *inputs(world.rank, size, "full"))
+    stats = "cumulative_local_expert_recv_stats"
+    wrong = ((dict(dispatch_wait_recv_cost_stats=1), NotImplementedError, "does not measure"),
+             (dict({stats: torch.zeros(L + 1, dtype=torch.int32, device=device)}), ValueError, stats),
+             (dict({stats: torch.zeros(L, device=device)}), TypeError, stats),
+             (dict(x=x.float()), TypeError, "x: wanted bfloat16"),
+             (dict(x=None), TypeError, "x: wanted a tensor"),
+             (dict(topk_idx=idx[0]), ValueError, "topk_idx: wanted shape"),
+             (dict(topk_idx=idx[1:]), ValueError, "topk_idx: wanted size"),
+             (dict(use_ue8m0=True), ValueError, "use_ue8m0"),
+             (dict(num_experts=L * size + 1), ValueError, "num_experts"),
+             (dict(num_max_dispatch_tokens_per_rank=0), ValueError, "tokens_per_rank 0"))
+    of_combine = ((dict(combine_wait_recv_cost_stats=1), NotImplementedError, "does not measure"),
+                  (dict(handle=None), TypeError, "handle: wanted"),
+                  (dict(topk_weights=weights.double()), TypeError, "topk_weights: wanted"),
+                  (dict(x=None), TypeError, "x: wanted a tensor"))
+    want = x.float() * weights.masked_fill(idx < 0, 0).sum(1, keepdim=True)
+    for most in (8, 9):
+        right = dict(x=x, topk_idx=idx, num_max_dispatch_tokens_per_rank=most, num_experts=L * size,
+                     use_fp8=False)
+        for change, kind, text in 2 * wrong:
+            rows, _, handle, _, _ = check(kind, text, buffer.low_latency_dispatch, right, change)
+        if most == 9:  # the latest dispatch is of other layers than the next combine
+            rows_of_9, handle_of_9, (rows, handle) = rows, handle, earlier
+        call = dict(x=rows, topk_idx=idx, topk_weights=weights, handle=handle)
+        for change, kind, text in 2 * of_combine:
+            out = check(kind, text, buffer.low_latency_combine, call, change)[0]
+            torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=1e-2)
+        earlier = rows, handle
+    out = buffer.low_latency_combine(rows_of_9, idx, weights, handle_of_9)[0]
+    torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=1e-2)
+    buffer.destroy()
+
+
+def test_integrations_deep_ep_low_latency_refuses(ranks):
+    ranks(run_low_latency, world_size=2, at_least=2, timeout_s=60)
+
+
+def run_mode(world, device):
+    buffer = deep_ep.Buffer(world, low_latency_mode=world.rank != 1, explicitly_destroy=True, device=device)
+    x, idx, _ = on(device, *inputs(world.rank, world.size, "full"))
+    kind, text = (ValueError, "low_latency_mode=True") if world.rank == 1 else (epmoe.PeerError, "rank 1")
+    expect(kind, text, buffer.low_latency_dispatch, x, idx, 8, L * world.size, use_fp8=False)
+    buffer.destroy()
+
+
+def test_integrations_deep_ep_low_latency_mode_of_one_rank(ranks):
+    ranks(run_mode, world_size=2, at_least=2, timeout_s=60)
+
+
 # ---- all operations of a call ----
 
 
@@ -199,7 +255,8 @@ def test_integrations_deep_ep_v2_index_of_no_expert(ranks, do_expand):
 def operations(monkeypatch):
     """Lists of (layer, operation): those that calls have run, those that the latest wrong call refuses."""
     calls, refused = [], []
-    for name, op in (("plan", _C.OP_PLAN), ("dispatch", _C.OP_DISPATCH), ("combine", _C.OP_COMBINE)):
+    for name, op in (("plan", _C.OP_PLAN), ("dispatch", _C.OP_DISPATCH), ("combine", _C.OP_COMBINE),
+                     ("ll_dispatch", _C.OP_LL_DISPATCH), ("ll_combine", _C.OP_LL_COMBINE)):
         def run(layer, buffer, arguments, op=op, real=getattr(_C, f"layer_{name}")):
             calls.append((layer, op))
             return real(layer, buffer, arguments)
@@ -209,7 +266,7 @@ def operations(monkeypatch):
         refused[:] = [(layer._c, op) for layer, _, op in steps]
         raise error
 
-    for module in ("buffer", "elastic", "routes"):
+    for module in ("buffer", "elastic", "low_latency", "routes"):
         monkeypatch.setattr(f"epmoe.integrations.deep_ep.{module}.refuse", refuse)
     return calls, refused
 
@@ -228,7 +285,7 @@ def test_integrations_deep_ep_refuses_all_operations(operations):
         assert refused == calls
         return result
 
-    v1 = deep_ep.Buffer(world, device="cpu")
+    v1 = deep_ep.Buffer(world, device="cpu", low_latency_mode=True)
     v2 = deep_ep.ElasticBuffer(world, num_max_tokens_per_rank=8, device="cpu")
     x, idx, weights = inputs(0, 1, "full")
     no_x, no_event, no_bias = dict(x=None), dict(previous_event=3), dict(bias=3)
@@ -252,3 +309,8 @@ def test_integrations_deep_ep_refuses_all_operations(operations):
             compare(v2.combine, no_bias, x=rows, handle=handle, topk_weights=row_weights)
             for wrong in (no_x, dict(handle=None)):
                 compare(v2.combine, wrong, x=rows, handle=handle)
+    call = dict(x=x, topk_idx=idx, num_max_dispatch_tokens_per_rank=8, num_experts=L, use_fp8=False)
+    rows, _, handle, _, _ = compare(v1.low_latency_dispatch, no_x, **call)
+    call = dict(x=rows, topk_idx=idx, topk_weights=weights, handle=handle)
+    for wrong in (no_x, dict(handle=None)):
+        compare(v1.low_latency_combine, wrong, **call)

@@ -107,7 +107,7 @@ class Buffer(LowLatency, Settings):
         self._routes = RoutesBySize()
         self._worst = RoutesBySize()  # of calls with num_worst_tokens
         self._low_latency = {}  # (max_tokens, H, K, E) -> LowLatencyAll2All
-        self._last_key, self._turns = None, {}  # of its latest dispatch: key -> communication buffer
+        self._turns = {}  # key -> communication buffer of its latest dispatch; the newest key last
         self._zero_copies = {}
 
     def destroy(self):

@@ -1,16 +1,17 @@
 """The low-latency half of Buffer, on LowLatencyAll2All."""
 
 import collections.abc
-import contextlib
 
 import torch
 
 from ... import _C
-from ...a2a.base import propagate_layer_error
 from ...a2a.low_latency import LowLatencyAll2All
 from ...a2a.low_latency import LowLatencyHandle
-from ...comm.device import status_of, stream_of
-from .config import ALIGNMENT
+from ...comm.device import integer
+from .config import ALIGNMENT, layer_bytes
+from .notices import check_num_experts
+from .refusal import refuse
+from .rows import check_tensor, check_topk_idx
 from .utils import EventOverlap
 
 _WEIGHTS_HIDDEN = 8  # numbers of a row that travels only for its weights
@@ -148,30 +149,34 @@ class LowLatency:
             >>> y[:, 0].tolist()
             [0.5, 0.5, 0.5]
         """
-        self._check_mode()
-        if dispatch_wait_recv_cost_stats is not None:
-            raise NotImplementedError("dispatch_wait_recv_cost_stats: epmoe does not measure it; see "
-                                      "World.flight_record for what a rank waits for")
         fp8 = ("ue8m0" if use_ue8m0 else "pow2" if round_scale else True) if use_fp8 else False
-        key = None
+        stats, key = cumulative_local_expert_recv_stats, None
         try:
+            self._check_mode()
+            if dispatch_wait_recv_cost_stats is not None:
+                raise NotImplementedError("dispatch_wait_recv_cost_stats: epmoe does not measure it; see "
+                                          "World.flight_record for what a rank waits for")
             _check_hook(async_finish, return_recv_hook)
-            if use_ue8m0 and not (round_scale and use_fp8):
-                raise ValueError("use_ue8m0: needs use_fp8=True and round_scale=True")
-            if x.dim() != 2 or topk_idx.dim() != 2:
-                raise ValueError(f"x and topk_idx: wanted two dimensions, got {list(x.shape)} and "
-                                 f"{list(topk_idx.shape)}")
+            for name, t in (("x", x), ("topk_idx", topk_idx)):  # the layer checks the rest
+                if not isinstance(t, torch.Tensor) or t.dim() != 2:
+                    check_tensor(name, t, self.device, getattr(t, "dtype", None), None, None)
             if x.dtype != torch.bfloat16:
                 raise TypeError(f"x: wanted bfloat16, got {x.dtype}")
-            key = num_max_dispatch_tokens_per_rank, x.shape[1], topk_idx.shape[1], num_experts
-            stats = cumulative_local_expert_recv_stats
-            if stats is not None and (stats.dtype != torch.int32
-                                      or stats.shape != (num_experts // self.group_size,)):
-                raise ValueError(f"cumulative_local_expert_recv_stats: wanted int32 [num_local_experts], got "
-                                 f"{stats.dtype} {list(stats.shape)}")
+            key = self._check_key(num_max_dispatch_tokens_per_rank, x.shape[1], topk_idx.shape[1],
+                                  num_experts)
+            if use_ue8m0 and not (round_scale and use_fp8):
+                raise ValueError("use_ue8m0: needs use_fp8=True and round_scale=True")
+            if stats is not None:
+                check_tensor("cumulative_local_expert_recv_stats", stats, self.device, torch.int32,
+                             num_experts // self.group_size)
         except Exception as error:
-            key = key or self._last_key
-            self._refuse_decode(error, (_C.OP_LL_DISPATCH, key, self._take_turn(key)))
+            if key is None:
+                key = self._newest_key(_valid(self._check_max, num_max_dispatch_tokens_per_rank),
+                                       _size(x, 1), _size(topk_idx, 1),
+                                       _valid(self._check_experts, num_experts))
+            a2a = self._low_latency.get(key)
+            buffer = 0 if a2a is None else self._take_turn(key)  # a rank that creates it has no turn yet
+            refuse(self.world, error, [(a2a, buffer, _C.OP_LL_DISPATCH)])
         a2a = self._decoder(*key)
         buffer = self._take_turn(key)
         idx = topk_idx.clone()  # combine needs it as it was at this call
@@ -229,34 +234,25 @@ class LowLatency:
         Examples:
             See low_latency_dispatch.
         """
-        self._check_mode()
-        if combine_wait_recv_cost_stats is not None:
-            raise NotImplementedError("combine_wait_recv_cost_stats: epmoe does not measure it")
         try:
+            self._check_mode()
+            if combine_wait_recv_cost_stats is not None:
+                raise NotImplementedError("combine_wait_recv_cost_stats: epmoe does not measure it")
             _check_hook(async_finish, return_recv_hook)
-            if not isinstance(handle, DecodeHandle):
-                raise TypeError(f"handle: wanted what low_latency_dispatch returned, got "
-                                f"{type(handle).__name__}")
+            self._check_decode_handle(handle)
             a2a, inner = handle.a2a, handle.handle
-            if topk_idx.shape != handle.topk_idx.shape or topk_weights.shape != topk_idx.shape:
-                raise ValueError(f"topk_idx {list(topk_idx.shape)} and topk_weights "
-                                 f"{list(topk_weights.shape)}: wanted {list(handle.topk_idx.shape)}, "
-                                 f"as in the dispatch")
-            if topk_weights.dtype != torch.float32:
-                raise TypeError(f"topk_weights: wanted float32, got {topk_weights.dtype}")
+            check_topk_idx(topk_idx, self.device, *handle.topk_idx.shape)
+            check_tensor("topk_weights", topk_weights, self.device, torch.float32, *topk_idx.shape)
             if zero_copy:
                 x = self.get_next_low_latency_combine_buffer(handle)
-            wanted = a2a._shapes["masked"]
-            if x.shape != wanted or x.dtype != torch.bfloat16:
-                raise ValueError(f"x: wanted bfloat16 {list(wanted)}, got {x.dtype} {list(x.shape)}")
-            if out is not None and (out.shape != (inner.num_tokens, a2a.hidden) or out.dtype != x.dtype):
-                raise ValueError(f"out: wanted bfloat16 {[inner.num_tokens, a2a.hidden]}, got {out.dtype} "
-                                 f"{list(out.shape)}")
+            check_tensor("x", x, self.device, torch.bfloat16, *a2a._shapes["masked"])
+            if out is not None:
+                check_tensor("out", out, self.device, torch.bfloat16, inner.num_tokens, a2a.hidden)
         except Exception as error:
-            key = handle.key if isinstance(handle, DecodeHandle) else self._last_key
-            buffer = handle.handle.buffer if isinstance(handle, DecodeHandle) else self._turns.get(key, 0)
-            self._refuse_decode(error, (_C.OP_LL_DISPATCH, _weigher_key(key), buffer),
-                                (_C.OP_LL_COMBINE, key, buffer))
+            key, buffer = self._key_of(handle, x, topk_idx)
+            refuse(self.world, error,
+                   [(self._low_latency.get(_weigher_key(key)), buffer, _C.OP_LL_DISPATCH),
+                    (self._low_latency.get(key), buffer, _C.OP_LL_COMBINE)])
         weigher = self._decoder(*_weigher_key(handle.key))
 
         def send():
@@ -300,8 +296,7 @@ class LowLatency:
             >>> y[:, 0].tolist()
             [1.0, 1.0, 1.0]
         """
-        if not isinstance(handle, DecodeHandle):
-            raise TypeError(f"handle: wanted what low_latency_dispatch returned, got {type(handle).__name__}")
+        self._check_decode_handle(handle)
         key = handle.key, handle.handle.buffer
         if key not in self._zero_copies:
             self._zero_copies[key] = torch.zeros(handle.a2a._shapes["masked"], dtype=torch.bfloat16,
@@ -362,25 +357,74 @@ class LowLatency:
 
     def _take_turn(self, key):
         """Return the communication buffer of the next dispatch: the two of a layer alternate."""
-        self._last_key = key
-        self._turns[key] = 1 - self._turns.get(key, 1)
+        self._turns[key] = 1 - self._turns.pop(key, 1)
         return self._turns[key]
 
-    def _refuse_decode(self, error, *steps):
-        """Tell the other ranks that this one cannot take part in these operations, then raise the error."""
-        for op, key, buffer in steps[:1] if self.device.type == "cpu" else steps:  # as Routes.refuse
-            a2a = self._low_latency.get(key)
-            with contextlib.suppress(Exception):
-                if a2a is None:  # the others create it
-                    propagate_layer_error(self.world, None, error)
-                    break
-                _C.layer_propagate_error(a2a._c, buffer, op, status_of(error), stream_of(self.device))
-        raise error
+    def _check_key(self, max_tokens, hidden, topk, num_experts):
+        """Return the key of a layer.  Raises for sizes that no layer has."""
+        key = max_tokens, hidden, topk, num_experts
+        if key not in self._low_latency:
+            self._check_experts(num_experts)
+            self._check_max(max_tokens)
+            layer_bytes(self.group_size, num_experts, topk, max_tokens, hidden, torch.bfloat16,
+                        _C.LOW_LATENCY)
+        return key
+
+    def _check_experts(self, num_experts):
+        check_num_experts("num_experts", num_experts, self.group_size)
+
+    @staticmethod
+    def _check_max(max_tokens):
+        if integer("num_max_dispatch_tokens_per_rank", max_tokens) < 1:
+            raise ValueError(f"num_max_dispatch_tokens_per_rank {max_tokens}: must be at least 1")
+
+    def _check_decode_handle(self, handle):
+        if not isinstance(handle, DecodeHandle):
+            raise TypeError(f"handle: wanted what low_latency_dispatch returned, got {type(handle).__name__}")
+        if handle.a2a.world is not self.world:
+            raise ValueError("handle: it belongs to a Buffer of another group")
+
+    def _newest_key(self, *sizes):
+        """Return the key of the latest dispatch with these sizes, or None.
+
+        sizes: As in a key.  None is any.
+        """
+        return next((k for k in reversed(self._turns)
+                     if all(size in (None, its) for size, its in zip(sizes, k))), None)
+
+    def _key_of(self, handle, x, topk_idx):
+        """Return the key and the communication buffer of a combine.
+
+        If the handle is wrong: those of the latest dispatch whose sizes the tensors have, or else of the
+        latest.
+        """
+        try:
+            self._check_decode_handle(handle)
+            return handle.key, handle.handle.buffer
+        except (TypeError, ValueError):
+            local, rows, hidden = (_size(x, dim) for dim in range(3))
+            key = self._newest_key(rows and rows // self.group_size, hidden, _size(topk_idx, 1),
+                                   local and local * self.group_size) or self._newest_key()
+            return key, self._turns.get(key, 0)
 
 
 def _weigher_key(key):
     """Return the key of the layer that moves the weights for the layer of this key, which may be None."""
     return key and (key[0], _WEIGHTS_HIDDEN, *key[2:])
+
+
+def _valid(check, size):
+    """Return a size if it is one, else None."""
+    try:
+        check(size)
+    except (TypeError, ValueError):
+        return None
+    return size
+
+
+def _size(t, dim):
+    """Return a size of a tensor, or None."""
+    return t.shape[dim] if isinstance(t, torch.Tensor) and dim < t.dim() else None
 
 
 def _check_hook(async_finish, return_recv_hook):
