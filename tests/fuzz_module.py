@@ -228,10 +228,11 @@ SIGNATURES = {
                         " tag? compact_tag? small small seconds seconds",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small no no no"
-                    " rows? rows? tensor? small"
+                    " rows? rows? tensor? small flag"
                     " or zero small seconds seconds x rows plan weight? row_weight? plan out small tensor"
-                    " tensor no no no no small",
+                    " tensor no no no no small flag",
     "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales flag",
+    "expand_fp8": "tensor tensor tensor? fp8_x fp8_scale flag",
     "map_choices": "idx tensor idx small",
     "transpose_fp8": "fp8_x fp8_scale plan fp8_x fp8_scale",
     "quantize_fp8_weight": "x fp8_x fp8_x fp8_scale fp8_scale",
