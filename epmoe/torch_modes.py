@@ -245,33 +245,35 @@ def writing(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
 
 
 class _Joined(torch.autograd.Function):
-    """The identity, whose result requires a gradient because `wants` does."""
+    """The identity of the first two tensors.  In the graph, all others come before it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wants: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.num_others = len(others)
+        return x.view_as(x), weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, d_x: Tensor | None, d_weight: Tensor | None) -> tuple[Tensor | None, ...]:
+        return d_x, d_weight, *[None] * ctx.num_others
 
 
-_wants = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
+def join_backward(x: Tensor, weight: Tensor, *parameters: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x [T, H] and weight [T, K], so that the backward of experts makes the same calls on all ranks.
 
-
-def join_backward(x: Tensor, weight: Tensor, *parameters: Tensor | None) -> Tensor:
-    """Return x [T, H], so that the backward of experts makes the same calls on all ranks.
-
-    The backward sends the gradients of rows back to the ranks of their tokens only if x or weight requires a
-    gradient.  That may differ between the ranks, for example where one has no tokens.  So x takes part
-    wherever a parameter requires a gradient, which all ranks have alike.  A parameter may be None.
+    A backward runs only what leads to the gradients that its rank wants: those of all tensors that require
+    one, or those that torch.autograd.grad() is asked for.  The gradients of rows return to the ranks of their
+    tokens, and for that all ranks must send.  So x and weight come after all parameters in the graph: whatever
+    gradient a rank wants, its backward runs down to them.  A parameter may be None.
 
     Raises NotImplementedError as check_mode, before torch does it for _Joined in other words.
     """
-    if requires_grad(x, weight) or not requires_grad(*parameters):
-        return x
+    if not requires_grad(x, weight, *parameters):
+        return x, weight
     check_mode(x, weight)
-    return _Joined.apply(x, _wants)
+    joined: tuple[Tensor, Tensor] = _Joined.apply(
+        x, weight, *(p for p in parameters if p is not None and p.requires_grad))
+    return joined
 
 
 # Takes sizes, strides and dtype.

@@ -163,6 +163,26 @@ def test_gradients_of_tokens_that_only_some_ranks_want(ranks, leaf, dtype, size)
     assert all(ranks(run, world_size=size, at_least=2))
 
 
+@pytest.mark.parametrize("options", [
+    {"dtype": torch.float32}, {"dtype": torch.float32, "bias": True}, {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "token_saving": False}], ids=str)
+def test_gradients_of_other_tensors_on_each_rank(ranks, options):
+    """torch.autograd.grad() runs what leads to the tensors that a rank names, and its peers wait for all."""
+
+    def run(world, device):
+        moe = module_of(world, device, **options)
+        x, idx, weight = inputs_of_module(world, device, moe.layer.dtype)
+        leaves = [x.requires_grad_(), weight.requires_grad_(), *moe.parameters()]
+        moe(x, idx, weight).float().square().sum().backward()
+        for i, t in enumerate(leaves):
+            wanted = leaves[i if world.rank == 0 else 0]
+            got, = torch.autograd.grad(moe(x, idx, weight).float().square().sum(), [wanted])
+            assert torch.equal(got, wanted.grad), f"rank {world.rank}, tensor {i}"
+        moe.finalize()
+
+    ranks(run, world_size=2, at_least=2)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("leaf", ["input", "weight", "parameter"])

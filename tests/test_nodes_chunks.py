@@ -77,6 +77,58 @@ def test_gradients_that_some_ranks_want(options):
                     torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.05)
 
 
+def of_frozen(nodes, num_chunks, wanted):
+    """Steps of frozen experts, whose ranks want the gradients of x, of weight, or of both: wanted[rank]."""
+    moe = epmoe.EPMoE(16, 32, 4, 2, nodes, max_tokens=8, device="cpu", dtype=torch.float32,
+                      num_chunks=num_chunks).requires_grad_(False)
+    g = torch.Generator().manual_seed(nodes.rank)
+    for p in moe.parameters():
+        p.copy_(torch.randn(p.shape, generator=g) / p.shape[-1]**0.5)
+    idx = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0], [0, 2]])
+    leaves = [torch.randn(5, n, generator=g) for n in (16, 2)]
+    for name, t in zip(("x", "weight"), leaves):
+        t.requires_grad_(name in wanted[nodes.rank])
+
+    def backward():
+        moe(leaves[0], idx, leaves[1]).sum().backward()
+
+    got = outcome(backward), outcome(backward)
+    moe.finalize()
+    return got, [t.grad for t in leaves]
+
+
+@pytest.mark.parametrize("wanted", [("x", "weight"), ("weight", "x weight"), ("x", "")], ids=str)
+def test_gradients_of_frozen_experts_that_some_ranks_want(wanted):
+    """The backward needs all ranks, whatever a rank wants. A rank that wants nothing makes no backward."""
+    want, found = (run_nodes(of_frozen, 2, 1, n, wanted) for n in (1, 2))
+    for (outcomes, got), (_, expected) in zip(found, want):
+        assert {o.kind for o in outcomes} == {"nothing" if all(wanted) else "EpMismatch"}, outcomes
+        for a, b in zip(got, expected):
+            assert (a is None) == (b is None)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def asked(nodes, num_chunks, dtype):
+    """The gradients for which the ranks of two nodes ask: each for others, also for those of one weight."""
+    torch.manual_seed(0)
+    moe = epmoe.EPMoE(16, 32, 4, 2, nodes, max_tokens=8, device="cpu", bias=True, dtype=dtype,
+                      num_chunks=num_chunks)
+    x, weight = torch.randn(5, 16, dtype=dtype, requires_grad=True), torch.rand(5, 2, requires_grad=True)
+    idx, leaves = torch.tensor([[0, 1], [2, 3], [1, 2], [3, 0], [0, 2]]), [x, weight, *moe.parameters()]
+    moe(x, idx, weight).sum().backward()
+    for i, t in enumerate(leaves):
+        wanted = leaves[0] if nodes.rank else t
+        got, = torch.autograd.grad(moe(x, idx, weight).sum(), [wanted])
+        same_bits(got, wanted.grad, f"rank {nodes.rank}, tensor {i}")
+    moe.finalize()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_ask_for_gradients_of_other_tensors(dtype, num_chunks):
+    run_nodes(asked, 2, 1, num_chunks, dtype)
+
+
 def of_processes(rank, size):
     """Rank main: gloo between the nodes. Whether chunks, and a recomputed forward, have the bits of one."""
     found = []

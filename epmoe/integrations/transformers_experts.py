@@ -278,13 +278,14 @@ def compute(experts, layer, x, idx, weight):
         has_norm = has_post_norm(experts)
         weights = up, up_bias, down, down_bias
         factors = [m.factors for m in linears if m.factors is not None]
-        x = join_backward(x, weight, *weights, *(t for f in factors for t in (f.left, f.right)))
         for name, t in (("hidden_states", x), ("top_k_index", idx), ("top_k_weights", weight)):
             if type(t) is not torch.Tensor:
                 check_plain(name, t)
         watched = is_watched()
         takes = (activation is not None and not has_norm and not factors
                  and experts_ops.takes(layer, x, weight, weights, watched))
+        if not takes:
+            x, weight = join_backward(x, weight, *weights, *(t for f in factors for t in (f.left, f.right)))
     except Exception as error:
         layer._propagate(_C.OP_PLAN, error, 0)
     if takes:

@@ -720,7 +720,7 @@ class EPMoE(nn.Module):
                 tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced
             elif ((not at_once or watched) and torch.is_grad_enabled()
                     and (not self.computes_fp8 or layer.nodes is not None)):
-                tokens = join_backward(tokens, topk_weights, *self.parameters())
+                tokens, topk_weights = join_backward(tokens, topk_weights, *weights, *self._adapter_leaves())
         except Exception as error:
             self._propagate(error, path)
         layout: Layout | None

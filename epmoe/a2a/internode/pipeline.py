@@ -275,9 +275,6 @@ def apply(layer: InternodeLayer, moe: EPMoE, num_chunks: int, params: tuple[Tens
     weight, _ = layer._enter(x, topk_idx, topk_weights, params, chunks=num_chunks)
     layout = layer._plan_rail(topk_idx, 0)
     gradients = requires_grad(x, topk_weights, *params)
-    if requires_grad(*params):  # both have a step of their own in the backward, and all ranks take it
-        assert weight is not None
-        x, weight = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, weight))
     with layer._ending():
         flight = Flight(layout, num_chunks)
         weight = _Scalars.apply(weight, layout)
