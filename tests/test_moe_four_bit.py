@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import epmoe
-from cases import first, keep
+from cases import first, keep, process_ranks
 from epmoe import Int4, reference
 from epmoe.gemm import four_bit
 from four_bit_cases import (HIDDEN, INNER, TOKENS, K, awq, by_columns, codes_of, compressed, deepseek,
@@ -837,3 +838,37 @@ def test_moe_four_bit_compiles_and_loads_checkpoints_of_other_ranks(ranks, weigh
 @pytest.mark.cpu_only
 def test_moe_four_bit_cannot_be_sharded(ranks):
     check_outcomes(ranks.isolated(shard, world_size=2), "ValueError", "MXFP4", "ignored_params", within_s=60)
+
+
+def get_and_set(rank, size, weight_dtype):
+    """Rank main: get_state_dict and set_state_dict of a model with experts of 4 bits and an adapter."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"moe": epmoe.EPMoE(HIDDEN, INNER, 4, K, max_tokens=TOKENS, device="cpu",
+                                              weight_dtype=weight_dtype), "linear": nn.Linear(4, 4)})
+    model.moe.add_adapter("a", 2, 2)
+    model.moe.set_adapter("a")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    want = {name: p.clone() for name, p in model.named_parameters()}
+    state, of_optimizer = copy.deepcopy(get_state_dict(model, optimizer))
+    assert set(state) == set(model.state_dict()) != set(want)
+    moments = [t.clone() for s in optimizer.state.values() for t in s.values()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        for s in optimizer.state.values():
+            for t in s.values():
+                t.zero_()
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+    assert all(torch.equal(p, want[name]) for name, p in model.named_parameters())
+    assert all(map(torch.equal, moments, [t for s in optimizer.state.values() for t in s.values()]))
+    model.moe.finalize()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("weight_dtype", FORMATS)
+def test_moe_four_bit_state_dicts_of_torch_distributed_checkpoint(weight_dtype):
+    """Below another module: torch looks up each key of the state dict among the attributes of modules."""
+    process_ranks(get_and_set, 2, weight_dtype)

@@ -38,6 +38,8 @@ SCALES, ZEROS = "_scales", "_zeros"  # what the names of parameters have after t
 _MXFP4 = "weight", "weight_blocks", "weight_scales", "scale", "weight_scale_inv"
 _INT4 = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx",
          "qweight", "qzeros", "scales", "g_idx")
+_SAVED_MXFP4 = "weight_blocks", "weight_scales"
+_SAVED_INT4 = "weight_packed", "weight_scale", "weight_zero_point"
 
 
 class FourBits(WeightFormat):
@@ -55,6 +57,7 @@ class FourBits(WeightFormat):
         self.title = format.name.upper()
         self.ends = ("", SCALES, ZEROS) if format.zero_points else ("", SCALES)
         self.endings = _MXFP4 if isinstance(format, Mxfp4) else _INT4
+        self.saved = _SAVED_MXFP4 if isinstance(format, Mxfp4) else _SAVED_INT4[:len(self.ends)]
         if dtype not in (torch.bfloat16, torch.float16):
             raise TypeError(f"dtype {dtype} with weights in {self.title}: must be torch.bfloat16 or "
                             f"torch.float16")
@@ -191,10 +194,9 @@ class FourBits(WeightFormat):
 
     def write(self, weight: Encoded) -> dict[str, Tensor]:
         """Return {ending: tensor} of a state dict, of the parameters of experts [.., N, K]."""
+        packed: tuple[Tensor | None, ...]
         if isinstance(self.format, Mxfp4):
-            blocks, scales = four_bit.write_mxfp4(weight[""], weight[SCALES])
-            return {"weight_blocks": blocks, "weight_scales": scales}
-        packed, scale, zero_point = four_bit.write_compressed_tensors(weight[""], weight[SCALES],
-                                                                      weight.get(ZEROS))
-        found = {"weight_packed": packed, "weight_scale": scale}
-        return found if zero_point is None else found | {"weight_zero_point": zero_point}
+            packed = four_bit.write_mxfp4(weight[""], weight[SCALES])
+        else:
+            packed = four_bit.write_compressed_tensors(weight[""], weight[SCALES], weight.get(ZEROS))
+        return {ending: t for ending, t in zip(self.saved, packed) if t is not None}

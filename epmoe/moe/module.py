@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
@@ -1143,6 +1144,11 @@ class EPMoE(nn.Module):
     # ---- checkpoints ----
 
     @property
+    def _saved_keys(self) -> types.SimpleNamespace:
+        keys = (name + ending.removeprefix("weight") for name in WEIGHTS for ending in self._format.saved)
+        return types.SimpleNamespace(**dict.fromkeys(key for key in keys if not hasattr(self, key)))
+
+    @property
     def _computed(self) -> list[str]:
         """The names of weights that are not parameters of this module, but computed from others."""
         own = dict(self.named_parameters(recurse=False, remove_duplicate=False))
@@ -1174,6 +1180,13 @@ class EPMoE(nn.Module):
                 staged.keep()
         if not is_right:  # an error for missing keys, too: nobody may forgive them now
             errors.append(f"{shards.which_experts(self, prefix)}  Nothing of it was loaded.")
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Return {key of state dicts that is no parameter: attribute below which it is found}.
+
+        torch.distributed.checkpoint.state_dict asks for it, because it looks each key of a state dict up.
+        """
+        return dict.fromkeys(vars(self._saved_keys), "_saved_keys")
 
     # ---- beside other modules ----
 

@@ -90,6 +90,7 @@ class WeightFormat:
         ends: What the names of a weight's parameters have after its own; "" are the numbers.
         endings: What Source calls the tensors of a weight in checkpoints.
         is_saved_as_held: Whether state dicts have the parameters as they are, or what `write` returns.
+        saved: The endings of what `write` returns.
         sends_fp8: Whether tokens travel to these weights in FP8, quantised at their rank.
         weight_dtype: As EPMoE has it.
         dtype: The layer's.
@@ -100,6 +101,7 @@ class WeightFormat:
     ends: tuple[str, ...] = ("",)
     endings: tuple[str, ...] = ("weight",)
     is_saved_as_held = True
+    saved: tuple[str, ...] = ()
     sends_fp8 = False
 
     def __init__(self, weight_dtype: WeightDtype, dtype: torch.dtype) -> None:
