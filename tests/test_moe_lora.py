@@ -1329,3 +1329,23 @@ def test_lora_refuses_a_gradient_in_decoding_and_shapes_of_both_weights():
     a, _ = factors_of(model, 4, 2, ["down_proj"])["down_proj"]
     assert torch.equal(moe.adapters.a.down_proj.lora_A, a)
     moe.finalize()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("wrong", [
+    {"moe.down_proj": None}, {"moe.down_proj": torch.zeros(3, 3)}, {"moe.other": torch.zeros(3)},
+    {"moe.adapters.a.down_proj.lora_B": torch.zeros(3, 3)}, {"moe.adapters.a.down_proj.lora_B": "text"}],
+    ids=str)
+@pytest.mark.parametrize("assign", [False, True])
+def test_lora_a_state_dict_with_an_error_loads_neither_weights_nor_adapters(wrong, assign):
+    moe = epmoe.EPMoE(16, 32, 2, 1, dtype=torch.float32, device="cpu")
+    moe.add_adapter("a", 2, 2)
+    model = torch.nn.ModuleDict({"moe": moe})
+    want = {name: p.clone() for name, p in model.named_parameters()}
+    state = {name: torch.full_like(p, 7) for name, p in want.items()} | wrong
+    got = outcome(lambda: model.load_state_dict({n: t for n, t in state.items() if t is not None},
+                                                assign=assign))
+    assert got.kind == "RuntimeError" and next(iter(wrong)) in got.text
+    assert "Nothing of it was loaded" in got.text
+    assert all(torch.equal(p, want[name]) for name, p in model.named_parameters())
+    moe.finalize()

@@ -226,6 +226,18 @@ def write_weights(moe: EPMoE, state_dict: StateDict, prefix: str) -> None:
             state_dict[prefix + name + ending.removeprefix("weight")] = t
 
 
+def below(moe: EPMoE, prefix: str) -> StateDict:
+    """Return {key: tensor} of the modules below, as adapters, which torch loads after the module itself."""
+    return {prefix + name: t for name, t in shards.named_tensors(moe).items() if "." in name}
+
+
+def fits(t: Any, p: Tensor) -> bool:
+    """Whether torch loads t into p without an error.  Absent entries (None) are a matter of `strict`."""
+    if t is None:
+        return True
+    return isinstance(t, torch.Tensor) and (t.shape == p.shape or not p.dim() and t.shape == (1,))
+
+
 def check_writable(moe: EPMoE) -> None:
     """Raise RuntimeError for weights that a state dict cannot have."""
     lora.check_unmerged(moe, "state_dict()")

@@ -1176,9 +1176,13 @@ class EPMoE(nn.Module):
                                           unexpected, errors)
             after = len(errors), len(missing), len(unexpected)
             is_right = after == before if strict else after[0] == before[0]
-            if is_right:
+            below = checkpoint.below(self, prefix)
+            wrong = {key for key, p in below.items() if not checkpoint.fits(state_dict.get(key), p)}
+            if is_right and not wrong:
                 staged.keep()
-        if not is_right:  # an error for missing keys, too: nobody may forgive them now
+        if not is_right or wrong:  # an error for missing keys, too: nobody may forgive them now
+            # The modules below load what they hold, except what is wrong, which torch then reports.
+            state_dict.update({key: p for key, p in below.items() if key in state_dict and key not in wrong})
             errors.append(f"{shards.which_experts(self, prefix)}  Nothing of it was loaded.")
 
     def _fqn_modifiers(self) -> dict[str, str]:
