@@ -29,6 +29,9 @@ _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAK
 _keys_of = torch._C._dispatch_keys  # of a tensor; torch has public names for the keys alone
 # The innermost transform of torch.func, or None.  torch.func has no function that tells.
 _transform = _functorch.peek_interpreter_stack
+# Of a tensor: whether it is a batch of gradients, as autograd passes it to a backward with is_grads_batched=True.
+# That is another vmap than torch.vmap, and _transform does not see it.
+is_batch = _functorch.is_legacy_batchedtensor
 # Of an iterable of tensors. torch.autograd.graph.increment_version is the same, and takes 0.31 us instead of
 # 0.17 (x86-64, torch 2.11 and 2.13, 2026-11-29): too much for a call of low latency.
 mark_written = torch._C._increment_version
@@ -215,6 +218,9 @@ def check_mode(*tensors: Tensor | None, may_batch: bool = False) -> None:
         if forward_ad._current_level >= 0:  # inside of a dual_level(), at the cost of a look
             _check_untraced(tensors)
         return
+    if not may_batch and any(t is not None and is_batch(t) for t in tensors):
+        raise NotImplementedError("is_grads_batched=True: this backward takes one gradient at a time: call "
+                                  "torch.autograd.grad() once for each")
     if is_plain():
         return
     if is_transformed() and not (may_batch and _is_batched_only(_functorch.get_interpreter_stack())):

@@ -274,6 +274,47 @@ def test_experts_have_no_second_derivatives_in_16_bits(ranks):
     assert all(r["x"].isfinite().all() for r in ranks(run, world_size=2))
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"balance": "auto"}, {"token_saving": False}, {"dtype": torch.float32},
+    {"compute_dtype": torch.float8_e4m3fn}, {"adapter": {}}, {"adapter": {}, "token_saving": False}], ids=str)
+def test_experts_take_a_batch_of_gradients(ranks, options):
+    """is_grads_batched=True and torch.vmap have the bits of one gradient after the other, or are an error."""
+
+    def run(world, device):
+        others = {n: v for n, v in options.items() if n != "adapter"}
+        moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=8, device=device, **others)
+        keep(world, moe)
+        if "adapter" in options:
+            moe.add_adapter("a", 2, 2)
+            moe.set_adapter("a")
+        x = torch.randn(4, 16, device=device).to(moe.layer.dtype).requires_grad_()
+        idx = torch.tensor([[0, 1], [1, 0], [-1, 1], [0, 1]], device=device)
+        leaves = [x, *(p for p in moe.parameters() if p.requires_grad)]
+        y = moe(x, idx, torch.rand(4, 2, device=device))
+        batch = torch.stack([torch.ones_like(y), 2 * torch.ones_like(y)])
+        want = [torch.autograd.grad(y, leaves, g, retain_graph=True) for g in batch]
+
+        def gradients(g, **batched):
+            return torch.autograd.grad(y, leaves, g, retain_graph=True, **batched)
+
+        def check(found):
+            for i, t in enumerate(found):
+                same_bits(t, torch.stack([grads[i] for grads in want]), f"leaf {i}")
+
+        calls = (lambda: check(gradients(batch, is_grads_batched=True)),
+                 lambda: check(torch.vmap(gradients)(batch)))
+        got = [outcome(call, moe.layer) for call in calls]
+        check([torch.stack(t) for t in zip(*map(gradients, batch))])
+        moe.finalize()
+        return got
+
+    found = ranks(run, world_size=2)
+    is_error = "compute_dtype" in options or "adapter" in options
+    texts = "call torch.autograd.grad() once for each", "torch.func's transforms"
+    for got, text in zip(zip(*found), texts):
+        check_outcomes(got, "NotImplementedError" if is_error else "nothing", *([text] if is_error else []))
+
+
 def test_experts_in_float32_use_the_differentiable_stages(ranks):
     """In float32 the experts have derivatives of any order, so they do not use the operator."""
 

@@ -39,8 +39,8 @@ from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import Activation
 from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
 from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of
-from ..torch_modes import check_mode, implement, is_plain, is_transformed, is_watched, record_gradient
-from ..torch_modes import requires_grad
+from ..torch_modes import check_mode, implement, is_batch, is_plain, is_transformed, is_watched
+from ..torch_modes import record_gradient, requires_grad
 
 if TYPE_CHECKING:
     from .balance import Balancer
@@ -364,7 +364,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             # The backward does not read the bias of gate and up.
             ctx.balancer.restore(layer, ctx.buffer, plan, helps, (gate_up, None, down, down_bias))
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
-        as_operators = is_watched() or is_transformed()
+        as_operators = is_watched() or is_transformed() or is_batch(dy)
         check_mode(dy, gate_up, down, may_batch=True)
         if torch.is_grad_enabled():
             raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "

@@ -499,6 +499,7 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        check_mode(g)
         h, offsets = ctx.saved_tensors
         if _has_activation_kernel(h, _columns(h, ctx.activation)):
             return _gradient_and_activation(h, g.contiguous(), ctx.activation, offsets)[0], None, None
