@@ -393,6 +393,25 @@ def test_fp8_training_quantises_a_sharded_weight_each_time():
 
 
 @pytest.mark.cpu_only
+def test_fp8_training_lets_torch_swap_weights():
+    """What was quantised keeps no weak reference to a parameter, and sees that its tensor is another."""
+    moe = epmoe.EPMoE(H, I, 2, 1, max_tokens=T, device="cpu", compute_dtype=E4M3)
+    call = torch.randn(T, H, dtype=torch.bfloat16), torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        moe(*call).sum().backward()
+        moe.zero_grad()
+        moe._apply(lambda t: 2 * t)
+        with torch.no_grad():
+            doubled = moe(*call)
+        moe.load_state_dict({n: torch.zeros_like(t) for n, t in moe.state_dict().items()})
+        assert doubled.count_nonzero() and not moe(*call).count_nonzero()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    moe.finalize()
+
+
+@pytest.mark.cpu_only
 def test_fp8_training_under_fsdp():
     """FSDP gathers the weights for each forward: a change between two forwards is never missed."""
     for is_sharded, results in process_ranks(_fsdp, 2):

@@ -115,8 +115,10 @@ class QuantizedWeight:
     """
 
     def __init__(self) -> None:
-        self._of: Callable[[], Tensor | None] = lambda: None  # a weak reference to the weight
-        self._version: tuple[int, int] | None = None
+        # A weak reference to the memory of the weight. With one to the weight itself, torch would not swap it
+        # (torch.__future__.set_swap_module_params_on_conversion).
+        self._memory: Callable[[], Any] = lambda: None
+        self._version: tuple[int, ...] | None = None
         self._pair: Pair | None = None
 
     def of(self, p: Tensor, is_sharded: bool, shape: tuple[int, ...] | None = None) -> Pair:
@@ -128,10 +130,12 @@ class QuantizedWeight:
         weights = p if shape is None else p.detach().view(shape)
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             return quantize_fp8_weight_pair(weights)
-        version = 0 if p.is_inference() else p._version, _num_steps
-        if self._pair is None or self._of() is not p or version != self._version or is_sharded:
+        version = id(p), p.data_ptr(), 0 if p.is_inference() else p._version, _num_steps
+        memory = p.untyped_storage()
+        if self._pair is None or self._memory() is not memory or version != self._version or is_sharded:
             self._pair = None  # frees the old ones first
-            self._pair, self._of, self._version = quantize_fp8_weight_pair(weights), weakref.ref(p), version
+            self._pair, self._memory = quantize_fp8_weight_pair(weights), weakref.ref(memory)
+            self._version = version
         return self._pair
 
     def forget(self) -> None:
