@@ -130,6 +130,29 @@ def test_moe_gradients_of_one_weight(ranks, model, name):
         assert (fused.float() - plain.float()).abs().max() <= bound
 
 
+@pytest.mark.parametrize("options", [{}, FUSE], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moe_gradients_of_several_backwards_of_a_graph(ranks, dtype, options):
+    """Each backward pass waits for a backward_dw of its own, also one of the same forward."""
+
+    def run(world, device):
+        model, found = Model(dtype=dtype, hidden=32, inner=48), []
+        for more in ({}, DELAY):
+            moe = with_main_grads(make_moe(world, device, model, **options, **more))
+            x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size, 0))
+            y = moe(x, idx, weight)
+            for num_later in (1, 0, 2):  # how many calls of backward_dw follow
+                y.backward(dy, retain_graph=True)
+                for _ in range(num_later if more else 0):
+                    moe.backward_dw()
+            assert not more or "no backward pass" in error_of(moe.backward_dw)
+            found.append([p.main_grad if options else p.grad for p in map(moe.get_parameter, WEIGHTS)])
+            moe.finalize()
+        assert all(map(torch.equal, *found))
+
+    ranks(run, world_size=2)
+
+
 def checkpointed(use_reentrant):
     return lambda moe, *inputs: checkpoint(moe, *inputs, use_reentrant=use_reentrant)
 

@@ -197,8 +197,8 @@ class WeightGradients:
 
     def __init__(self, delays: bool, fuses: bool) -> None:
         self.delays, self.fuses = bool(delays), bool(fuses)
-        # forward pass -> factors, in the order of the backwards
-        self.pending: collections.OrderedDict[object, list[Factors]] = collections.OrderedDict()
+        # (forward pass, factors) of each backward, in their order
+        self.pending: collections.deque[tuple[object, list[Factors]]] = collections.deque()
         self._step: object = None
         if self.delays:
             _watch(self)
@@ -237,14 +237,20 @@ class WeightGradients:
         return alias
 
     def add(self, step: object, factors: Factors) -> None:
-        self.pending.setdefault(step, []).append(factors)
+        """Keep the factors of a weight until backward_dw."""
+        for of, waiting in self.pending:
+            # with retain_graph=True, a forward pass may have several backwards
+            if of is step and all(f.deferred_wgrad is not factors.deferred_wgrad for f in waiting):
+                waiting.append(factors)
+                return
+        self.pending.append((step, [factors]))
 
     def compute(self) -> None:
         """Compute the gradients of the oldest backward pass that waits."""
         if not self.pending:
             raise RuntimeError("backward_dw: no backward pass of this module waits for it: call it once "
                                "after each backward pass, not more often")
-        _, waiting = self.pending.popitem(last=False)
+        _, waiting = self.pending.popleft()
         for factors in waiting:
             with torch.enable_grad():
                 token = _Later.apply(factors.deferred_wgrad.parameter, factors)
@@ -262,7 +268,7 @@ def _watch(gradients: WeightGradients) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    factors = [f for g in list(_delaying) for fs in g.pending.values() for f in fs]
+    factors = [f for g in list(_delaying) for _, fs in list(g.pending) for f in fs]
     waiting = {id(f.deferred_wgrad.parameter) for f in factors}
     if waiting and any(id(p) in waiting for group in optimizer.param_groups for p in group["params"]):
         raise RuntimeError("an optimizer makes a step, but gradients of its parameters wait for "
