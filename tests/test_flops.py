@@ -1,5 +1,6 @@
 """FlopCounterMode counts the products of the rows that a rank has received, as torch's for these rows."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -179,6 +180,45 @@ def test_experts_fp8_of_rows(wgrad_dtype):
                         wgrad_dtype=wgrad_dtype)
         y.float().sum().backward()
     assert counter.get_total_flops() == torch_flops(7, True)
+
+
+class NoGradient(torch.autograd.Function):
+    """The identity, for which autograd has no gradient."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def without_a_gradient(world, device):
+    """The gradients of a step whose backward has none for the experts, while rank 0 counts."""
+    moe = epmoe.EPMoE(HIDDEN, INNER, LOCAL * world.size, TOPK, world, max_tokens=TOKENS, device=device)
+    keep(world, moe)
+    x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16().requires_grad_()
+    idx = indices_of(world.rank, world.size).to(device)
+    with FlopCounterMode(display=False) if world.rank == 0 else contextlib.nullcontext():
+        y = NoGradient.apply(moe(x, idx, torch.ones(TOKENS, TOPK, device=device)))
+        (y.sum() + x.sum()).backward()
+    moe.finalize()
+    return [x.grad.float().unique().tolist(), *(p.grad.any().item() for p in moe.parameters())]
+
+
+def test_flops_of_a_step_without_a_gradient(ranks):
+    """Operators then get None for it, which the module's own call never sees."""
+    assert all(found == [[1], False, False] for found in
+               ranks.isolated(without_a_gradient, world_size=2, timeout_s=HANG_S))
+
+
+def test_experts_fp8_of_rows_without_a_gradient():
+    leaves = [torch.randn(shape, dtype=BF16, requires_grad=True)
+              for shape in ((9, HIDDEN), (2, 2 * INNER, HIDDEN), (2, HIDDEN, INNER))]
+    y = experts_fp8(*leaves, torch.tensor([0, 3, 9], dtype=torch.int32))
+    NoGradient.apply(y).sum().backward()
+    assert not any(t.grad.any() for t in leaves)
 
 
 @pytest.mark.long

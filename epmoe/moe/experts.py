@@ -516,9 +516,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)
 
 
-def _backward_of_operator(ctx: Any, dy: Tensor, *_: Any) -> _Gradients:
-    needed = ctx.needs_input_grad
-    x, weight, *of_parameters = _backward(ctx, layer_of(ctx.layer_id), dy, [*needed[:2], *needed[3:7]])
+def _backward_of_operator(ctx: Any, dy: Tensor | None, *_: Any) -> _Gradients:
+    needed, layer = ctx.needs_input_grad, layer_of(ctx.layer_id)
+    if dy is None:  # what came after the experts has returned no gradient; the other ranks may have one
+        dy = torch.zeros(ctx.num_tokens, layer.hidden, dtype=layer.dtype, device=layer.device)
+    x, weight, *of_parameters = _backward(ctx, layer, dy, [*needed[:2], *needed[3:7]])
     return x, weight, None, *of_parameters, *[None] * 7
 
 

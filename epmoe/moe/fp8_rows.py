@@ -187,15 +187,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, gate_up, down, offsets, row_weight, *pairs = inputs[:13]
     _, _, up_t, up_t_scale, _, _, down_t, down_t_scale = pairs
     ctx.options = inputs[13:]
-    _, rows, row_scale, h = output
+    y, rows, row_scale, h = output
+    ctx.like_y = {"size": y.shape, "dtype": y.dtype, "device": y.device}
     ctx.deferred = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rows, row_scale, h)
     ctx.save_for_backward(offsets, row_weight, rows, row_scale, h, up_t, up_t_scale, down_t, down_t_scale)
 
 
-def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
+    if dy is None:  # what came after the experts has returned no gradient
+        dy = torch.zeros(**ctx.like_y)
     check_mode(dy, *saved)
     if torch.is_grad_enabled():
         raise NotImplementedError("create_graph=True: the experts have no second derivatives in FP8: compute "
