@@ -212,6 +212,28 @@ def test_moe_decode_wants_a_path_and_no_gradient(ranks):
         check_outcomes([r[i] for r in results], error, text)
 
 
+@pytest.mark.parametrize("decode, meant", [(1, True), ("yes", True), (torch.tensor(True), True), (0, False),
+                                           (torch.ones(2), False)], ids=str)
+def test_moe_decode_takes_true_false_or_none(ranks, decode, meant):
+    """The other ranks learn it in the call that it means, and the next call works."""
+
+    def run(world, device):
+        moe, last = make(world, device, max_tokens=2048), world.rank == world.size - 1
+        moe.enable_decode(8)
+        args = inputs(moe, 3, num_tokens=4)
+        with torch.no_grad():
+            got = outcome(lambda: moe(*args, decode=decode if last else meant), moe.layer)
+            y = moe(*args, decode=True)
+        moe.finalize()
+        return got, bool(y.isfinite().all())
+
+    results = ranks(run, at_least=2)
+    last = len(results) - 1
+    check_outcomes([r[0] for r in results], ["PeerError"] * last + ["TypeError"],
+                   "decode: wanted True, False or None", on_rank=last, elsewhere=(f"rank {last}",))
+    assert all(is_finite for _, is_finite in results)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_moe_decode_leaves_buffers_to_others(ranks, size):
     """A world has 256 communication buffers.  The path takes none of the last, on any rank."""

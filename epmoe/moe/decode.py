@@ -52,7 +52,8 @@ def path_of(layer: EPAll2AllLayer, decode: bool | None, has_gradients: bool) -> 
     all ranks, so it must not be reported again.
     """
     if decode is not None:
-        return layer.low_latency if decode is True else None
+        # check_path refuses decode=1.  In the call that it means, the other ranks most likely are.
+        return layer.low_latency if getattr(decode, "ndim", 0) == 0 and decode else None
     if not layer.may_decode or torch.is_grad_enabled() and has_gradients or is_traced():
         return None
     if layer.low_latency is None:

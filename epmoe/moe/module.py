@@ -687,7 +687,7 @@ class EPMoE(nn.Module):
             return self._forward_untraced(x, topk_idx, topk_weights, decode, adapters)
         layer, mixed = self.layer, () if self._lora is None else self._lora.mixed
         has_no_room = bool(mixed) and layer.topk >= _C.MAX_TOPK  # for the number of a token's adapter
-        path = None if self.computes_fp8 or has_no_room and not decode else decoding.path_of(
+        path = None if self.computes_fp8 or has_no_room and decode is None else decoding.path_of(
             layer, decode, (self._format.has_gradients or has_adapter) and not mixed)
         try:
             ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
