@@ -228,6 +228,18 @@ def check_mode(*tensors: Tensor | None, may_batch: bool = False) -> None:
     _check_tangents(tensors)
 
 
+def check_recordable(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError where autograd would record a call with these tensors in inference mode.
+
+    torch.enable_grad() inside of inference mode, or a checkpoint whose backward runs there, want that.  torch
+    would raise an error when the operations have run, and the other ranks would wait for the backward.
+    """
+    if requires_grad(*tensors):
+        raise RuntimeError("a gradient is wanted inside of torch.inference_mode(), where nothing can be saved "
+                           "for a backward: leave inference mode out, also around the backward of a "
+                           "checkpoint")
+
+
 def check_writable(name: str, *tensors: Tensor | None) -> None:
     """Raise RuntimeError for a tensor that requires grad or has a tangent, as torch does for out=.
 

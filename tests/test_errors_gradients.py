@@ -5,6 +5,7 @@ Otherwise only some ranks would call backward, which is collective, and these wo
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import epmoe
 from cases import Case, check_outcomes, generator, indices_of, keep, make_layer, outcome
@@ -203,3 +204,41 @@ def test_errors_gradients_that_only_one_rank_wants(ranks, leaf, dtype, size):
         return results[0]
 
     check_outcomes(ranks(run, world_size=size, at_least=2), "EpMismatch", *TEXTS)
+
+
+@pytest.mark.parametrize("how", ["enable_grad", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("options", [
+    {"dtype": torch.float32}, {"dtype": torch.bfloat16},
+    {"dtype": torch.bfloat16, "compute_dtype": torch.float8_e4m3fn}], ids=str)
+def test_errors_gradients_in_inference_mode(ranks, how, options):
+    """Torch can save nothing for a backward there. A backward itself may run there."""
+
+    def run(world, device):
+        moe = module_of(world, device, **options)
+        x, idx, weight = inputs_of_module(world, device, moe.layer.dtype)
+        is_bad = world.rank == BAD
+
+        def forward():
+            with torch.inference_mode(is_bad), torch.enable_grad():
+                moe(x, idx, weight)
+
+        def recompute():
+            y = checkpoint(moe, x, idx, weight, use_reentrant=how == "reentrant")
+            loss = y.float().sum()
+            with torch.inference_mode(is_bad):
+                loss.backward()
+
+        x.requires_grad_()
+        got = outcome(forward if how == "enable_grad" else recompute, moe.layer)
+        loss = moe(x, idx, weight).float().sum()
+        x.grad = None
+        with torch.inference_mode(is_bad):
+            loss.backward()
+        moe.layer.synchronize()
+        moe.finalize()
+        return got, bool(x.grad.isfinite().all())
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes([got for got, _ in results], ["PeerError", "RuntimeError"], "leave inference mode out",
+                   on_rank=BAD)
+    assert all(is_finite for _, is_finite in results)

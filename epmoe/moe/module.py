@@ -25,7 +25,7 @@ from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import aligned, grouped_gemm, is_transposed
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
-from ..torch_modes import is_transformed, is_watched, join_backward, without_dynamo
+from ..torch_modes import check_recordable, is_transformed, is_watched, join_backward, without_dynamo
 from . import balance as balancing, checkpoint, chunks, decode as decoding, experts as experts_ops
 from . import formats, fp8, fp8_training
 from . import guards, lora, lora_products, move as moving, numerics, placement, shards, statistics
@@ -663,9 +663,10 @@ class EPMoE(nn.Module):
             ValueError: On this rank, for a wrong shape or device.
             TypeError: On this rank, for a wrong type or dtype.
             RuntimeError: On this rank, where a gradient is wanted of experts in FP8 or 4 bits without an
-                adapter, or with a list of adapters, for decode=True where a gradient is wanted or a compiler
-                traces, for gradients of experts after set_expert_map, where DistributedDataParallel or FSDP1
-                has taken the experts for copies, and for parameters without a main_grad that fits.
+                adapter, with a list of adapters, or in inference mode, for decode=True where a gradient is
+                wanted or a compiler traces, for gradients of experts after set_expert_map, where
+                DistributedDataParallel or FSDP1 has taken the experts for copies, and for parameters without
+                a main_grad that fits.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As EPAll2AllLayer.preprocess.
             EpOverflow: As EPAll2AllLayer.preprocess.
@@ -705,6 +706,8 @@ class EPMoE(nn.Module):
             if self._weight_gradients is not None:
                 self._begin_gradients()
             weights = self._weights()
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                check_recordable(x, topk_weights, *weights, *self._adapter_leaves())
             at_once = self._runs_at_once(path or layer, tokens, topk_weights, weights, watched)
             # A call at once aligns what it needs.  Inside of a compiler or a transform they have no address.
             if not (at_once or torch.compiler.is_compiling() or is_transformed()):
