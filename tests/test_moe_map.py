@@ -214,6 +214,34 @@ def test_moe_map_mistakes(ranks):
     assert all(finite for _, finite in results)
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"dtype": torch.bfloat16}, {"token_saving": False}, {"spare": 0, "num_experts": 7}, {"decode": True}],
+    ids=str)
+@pytest.mark.parametrize("index", [-5, 1, 99])
+def test_moe_map_errors_name_the_index_that_was_passed(ranks, index, options):
+    """Not that of a physical expert: index is wrong by so many."""
+
+    def run(world, device):
+        moe, decode = make(world, device, **{n: v for n, v in options.items() if n != "decode"}), None
+        if "decode" in options:
+            moe.enable_decode(TOKENS)
+            decode = True
+        e = index if index < 0 else moe.num_experts + index
+        idx = torch.zeros(TOKENS, K, dtype=torch.int64, device=device)
+        idx[4, 1] = e if world.rank == 1 else 0
+        x = torch.zeros(TOKENS, HIDDEN, dtype=moe.layer.dtype, device=device)
+        with torch.no_grad():
+            got = outcome(lambda: moe(x, idx, torch.ones(TOKENS, K, device=device), decode=decode))
+        moe.finalize()
+        return got, e, moe.num_experts
+
+    results = ranks(run, world_size=2, at_least=2)
+    for got, e, num_experts in results:
+        assert got.kind == "EpIndexError"
+        assert f"of token 4, choice 1 is outside [-1, {num_experts}]" in got.text
+    assert f"rank 1: expert index {results[1][1]} of" in results[1][0].text
+
+
 def compiled(world, device):
     torch._dynamo.reset()
     moe = make(world, device).requires_grad_(False)

@@ -715,6 +715,7 @@ class EPMoE(nn.Module):
             if not at_once or watched or self.expert_map is not None:  # else the module of C checks them
                 check_rows(layer, layer.max_tokens // layer._copies if path is None else path.max_tokens,
                            tokens, topk_idx, topk_weights)
+            passed = topk_idx
             if self.expert_map is not None:
                 self._check_gradients()
                 topk_idx = self.expert_map.physical(topk_idx, layer.rank)
@@ -728,14 +729,17 @@ class EPMoE(nn.Module):
         except Exception as error:
             self._propagate(error, path)
         layout: Layout | None
-        if mixed:
-            y, layout = lora_products.run_mixed(self, cast(lora.State, self._lora), path or layer, tokens,
-                                                topk_idx, topk_weights, numbers)
-        elif layer.nodes is not None:
-            over_nodes = cast("InternodeLayer", layer)
-            y, layout = over_nodes._apply(self, tokens, topk_idx, topk_weights)  # calls _compute for its node
-        else:
-            y, layout = self._run(path or layer, tokens, topk_idx, topk_weights, weights, at_once, watched)
+        is_named = self.expert_map is None and layer._copies == 1 or torch.compiler.is_compiling()
+        with contextlib.nullcontext() if is_named else placement.naming_experts(self, path or layer, passed):
+            if mixed:
+                y, layout = lora_products.run_mixed(self, cast(lora.State, self._lora), path or layer, tokens,
+                                                    topk_idx, topk_weights, numbers)
+            elif layer.nodes is not None:
+                over_nodes = cast("InternodeLayer", layer)
+                y, layout = over_nodes._apply(self, tokens, topk_idx, topk_weights)  # calls _compute
+            else:
+                y, layout = self._run(path or layer, tokens, topk_idx, topk_weights, weights, at_once,
+                                      watched)
         if path is None and not torch.compiler.is_compiling():  # recomputed compiled code must not do this
             self.last_layout = layout
         if self._records_stats and layout is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import heapq
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,16 +16,19 @@ from .. import _C
 from ..a2a.base import together
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
-from ..errors import EpMismatch
+from ..errors import EpIndexError, EpMismatch
 from ..torch_modes import is_plain, is_watched, writing
 from .lora import check_unmerged
 from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
 
 if TYPE_CHECKING:
+    from ..a2a.layer import EPAll2AllLayer
+    from ..a2a.low_latency import LowLatencyAll2All
     from .module import EPMoE
 
 __all__ = ["ExpertMap", "balance_experts"]
 ALIGNMENT = 256  # of the weights in symmetric memory
+_WRONG_INDEX = re.compile(r"rank (\d+): .*expert index.* of token (\d+), choice (\d+) is outside")
 
 
 class ExpertMap:
@@ -244,6 +248,38 @@ class ExpertMap:
     def __repr__(self) -> str:
         return (f"ExpertMap({self.num_experts} experts, {self.num_physical} physical, at most "
                 f"{int(self.logical_count.max())} replicas)")
+
+
+class naming_experts:
+    """A block in which an EpIndexError gets the numbers that the caller of an EPMoE has passed.
+
+    The layer names a physical expert, and without token saving a choice as a token.  layer: the layer of the
+    call.  topk_idx: [T, K], as passed.
+    """
+
+    __slots__ = ("moe", "layer", "topk_idx")
+
+    def __init__(self, moe: EPMoE, layer: EPAll2AllLayer | LowLatencyAll2All, topk_idx: Tensor) -> None:
+        self.moe, self.layer, self.topk_idx = moe, layer, topk_idx
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        found = _WRONG_INDEX.match(str(error)) if isinstance(error, EpIndexError) else None
+        if error is None or found is None:
+            return
+        rank, token, choice = map(int, found.groups())
+        topk, num_experts = self.topk_idx.shape[1], self.moe.num_experts
+        at = token * (self.layer.topk if self.layer.nodes is None else topk) + choice
+        index, hint = "the expert index", "The error of that rank has the index."
+        if rank == self.moe.layer.rank:
+            e = int(self.topk_idx.flatten()[at]) if at < self.topk_idx.numel() else 0
+            if -1 <= e <= num_experts:  # on a GPU, the error may be that of an earlier call
+                return
+            index, hint = f"expert index {e}", "Use -1 to drop a choice."
+        error.args = (f"rank {rank}: {index} of token {at // topk}, choice {at % topk} is outside [-1, "
+                      f"{num_experts}]. {hint}",)
 
 
 def check_num_physical(num_experts: int, num_ranks: int, num_physical: int | None) -> int:
