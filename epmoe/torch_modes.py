@@ -29,8 +29,8 @@ _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAK
 _keys_of = torch._C._dispatch_keys  # of a tensor; torch has public names for the keys alone
 # The innermost transform of torch.func, or None.  torch.func has no function that tells.
 _transform = _functorch.peek_interpreter_stack
-# Of a tensor: whether it is a batch of gradients, as autograd passes it to a backward with is_grads_batched=True.
-# That is another vmap than torch.vmap, and _transform does not see it.
+# Of a tensor: whether it is a batch of gradients, which autograd passes to a backward with
+# is_grads_batched=True. That is another vmap than torch.vmap, and _transform does not see it.
 is_batch = _functorch.is_legacy_batchedtensor
 # Of an iterable of tensors. torch.autograd.graph.increment_version is the same, and takes 0.31 us instead of
 # 0.17 (x86-64, torch 2.11 and 2.13, 2026-11-29): too much for a call of low latency.
@@ -218,14 +218,19 @@ def check_mode(*tensors: Tensor | None, may_batch: bool = False) -> None:
         if forward_ad._current_level >= 0:  # inside of a dual_level(), at the cost of a look
             _check_untraced(tensors)
         return
-    if not may_batch and any(t is not None and is_batch(t) for t in tensors):
-        raise NotImplementedError("is_grads_batched=True: this backward takes one gradient at a time: call "
-                                  "torch.autograd.grad() once for each")
     if is_plain():
         return
     if is_transformed() and not (may_batch and _is_batched_only(_functorch.get_interpreter_stack())):
         raise NotImplementedError("epmoe does not support torch.func's transforms: use torch.autograd")
     _check_tangents(tensors)
+
+
+def check_backward(*tensors: Tensor | None) -> None:
+    """As check_mode, in a backward that takes one gradient at a time."""
+    if any(t is not None and is_batch(t) for t in tensors):
+        raise NotImplementedError("is_grads_batched=True: this backward takes one gradient at a time: call "
+                                  "torch.autograd.grad() once for each")
+    check_mode(*tensors)
 
 
 def check_recordable(*tensors: Tensor | None) -> None:
@@ -235,8 +240,8 @@ def check_recordable(*tensors: Tensor | None) -> None:
     would raise an error when the operations have run, and the other ranks would wait for the backward.
     """
     if requires_grad(*tensors):
-        raise RuntimeError("a gradient is wanted inside of torch.inference_mode(), where nothing can be saved "
-                           "for a backward: leave inference mode out, also around the backward of a "
+        raise RuntimeError("a gradient is wanted inside of torch.inference_mode(), where nothing can be "
+                           "saved for a backward: leave inference mode out, also around the backward of a "
                            "checkpoint")
 
 
@@ -280,9 +285,9 @@ def join_backward(x: Tensor, weight: Tensor, *parameters: Tensor | None) -> tupl
     """Return x [T, H] and weight [T, K], so that the backward of experts makes the same calls on all ranks.
 
     A backward runs only what leads to the gradients that its rank wants: those of all tensors that require
-    one, or those that torch.autograd.grad() is asked for.  The gradients of rows return to the ranks of their
-    tokens, and for that all ranks must send.  So x and weight come after all parameters in the graph: whatever
-    gradient a rank wants, its backward runs down to them.  A parameter may be None.
+    one, or those that torch.autograd.grad() is asked for.  But the gradients of rows return to the ranks of
+    their tokens, and for that all ranks must send.  So the results depend on all parameters in the graph.
+    Then every backward runs down to them, whatever gradient its rank wants.  A parameter may be None.
 
     Raises NotImplementedError as check_mode, before torch does it for _Joined in other words.
     """

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..torch_modes import check_mode
+from ..torch_modes import check_backward
 
 WGRAD = 2  # as in grouped.py, which uses this file
 
@@ -163,7 +163,7 @@ class DeferredWgrad:
     def take(self, factors: Factors) -> Tensor | None:
         """Return what the backward of a product returns for its weights."""
         factors.deferred_wgrad = self
-        check_mode(*factors.tensors)
+        check_backward(*factors.tensors)
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: with delay_wgrad_compute or fuse_wgrad_accumulation, "
                                "gradients of gradients are not supported: leave these options out")

@@ -16,7 +16,7 @@ from ..gemm.grouped import as_kernel, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import DeferredWgrad, Factors, deferred_wgrad_of, gradient_of_factors
 from ..gemm.wgrad_fp8 import quantize_fp8_weight_pair
-from ..torch_modes import check_mode, implement, record_gradient
+from ..torch_modes import check_backward, check_mode, implement, record_gradient
 from .fp8_training import E4M3, Fp8Factors, Pair, activation_gradient
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
@@ -199,7 +199,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     saved = ctx.saved_tensors
     if dy is None:  # what came after the experts has returned no gradient
         dy = torch.zeros(**ctx.like_y)
-    check_mode(dy, *saved)
+    check_backward(dy, *saved)
     if torch.is_grad_enabled():
         raise NotImplementedError("create_graph=True: the experts have no second derivatives in FP8: compute "
                                   "in 16 or 32 bits")

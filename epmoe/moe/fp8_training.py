@@ -40,7 +40,7 @@ from ..gemm.grouped import FP8_BLOCK, Kernel, as_kernel, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
 from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transpose_fp8
-from ..torch_modes import check_mode, requires_grad
+from ..torch_modes import check_backward, check_mode, requires_grad
 from .experts import Weights, as_float32, expert_of_row
 from .four_bits import FourBits
 from .weights import WEIGHTS
@@ -326,7 +326,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
     buffer, dtype = ctx.buffer, layer.dtype
     d_gate_up = d_gate_up_bias = d_down = d_down_bias = None
     with reporting(layer, _C.OP_DISPATCH, buffer, plan):
-        check_mode(dy, gate_up, down)
+        check_backward(dy, gate_up, down)
         if torch.is_grad_enabled():
             raise NotImplementedError("create_graph=True: the experts have no second derivatives in FP8: use "
                                       "dtype=torch.float32")

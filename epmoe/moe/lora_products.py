@@ -28,7 +28,7 @@ from ..comm.error_propagation import reporting
 from ..gemm.activations import Activation, activate, is_gated
 from ..gemm.grouped import FORWARD, WGRAD, Kernel, aligned, as_kernel, grouped_gemm
 from ..gemm.quantize import quantize_fp8
-from ..torch_modes import call, check_mode, implement, is_transformed, is_watched, requires_grad
+from ..torch_modes import call, check_backward, implement, is_transformed, is_watched, requires_grad
 from . import decode as decoding
 from . import experts as experts_ops
 from .experts import Low, Mixture, Weights, expert_of_row, is_one_call
@@ -161,7 +161,7 @@ class _Experts(torch.autograd.Function):
             ctx, layer, _C.OP_DISPATCH, dy)
         d_a_down = d_b_down = None
         with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
-            check_mode(dy, gate_up, down, *factors)
+            check_backward(dy, gate_up, down, *factors)
             if torch.is_grad_enabled():
                 raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
                                           f"{layer.dtype}: use dtype=torch.float32")
@@ -499,7 +499,7 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
-        check_mode(g)
+        check_backward(g)
         h, offsets = ctx.saved_tensors
         if _has_activation_kernel(h, _columns(h, ctx.activation)):
             return _gradient_and_activation(h, g.contiguous(), ctx.activation, offsets)[0], None, None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...comm import validation
-from ...torch_modes import check_mode
+from ...torch_modes import check_backward
 from .plan import NodesLayout
 
 
@@ -74,7 +74,7 @@ def validate_backward(layout: NodesLayout, op: int, *tensors: Tensor) -> None:
     """Validate a backward before its rows move, so that an error of one rank reaches all."""
     layer = layout.layer
     try:
-        check_mode(*tensors, may_batch=False)
+        check_backward(*tensors)
     except Exception as error:
         layer._validate(op, error=error)
     layer._validate(op, layout)
