@@ -13,6 +13,7 @@ from ..gemm.grouped import DGRAD
 from ..gemm.weight_gradients import WeightGradients
 from ..moe.fp8_rows import experts_fp8
 from ..moe.fp8_training import E4M3, QuantizedWeight, check_compute_dtype
+from ..moe.weights import WeightFormat
 
 __all__ = ["EpmoeGroupedMLP"]
 
@@ -46,7 +47,7 @@ def _check_fp8(config):
                          f"must be {' or '.join(f.__name__ for f in names)}, or leave fp8 out")
     wgrad_dtype = None if config.fp8_wgrad else config.params_dtype
     try:
-        check_compute_dtype(E4M3, config.params_dtype, config.params_dtype, config.hidden_size,
+        check_compute_dtype(E4M3, WeightFormat(config.params_dtype, config.params_dtype), config.hidden_size,
                             config.moe_ffn_hidden_size, True, wgrad_dtype)
     except TypeError as error:
         raise ValueError(f"params_dtype {config.params_dtype} with fp8: set bf16=True and params_dtype="

@@ -26,6 +26,7 @@ except ImportError as error:
 from ..comm.device import pick_device
 from ..moe.fp8_rows import experts_fp8
 from ..moe.fp8_training import E4M3, check_compute_dtype
+from ..moe.weights import WeightFormat
 from . import layers
 from .layers import check_methods
 
@@ -257,8 +258,8 @@ class EpmoeGroupedExperts(GroupedExperts):
         if config.compute_dtype != E4M3:
             raise TypeError(f"compute_dtype {config.compute_dtype}: must be torch.float8_e4m3fn; for experts "
                             f"in 16 bits leave grouped_experts out of the overrides")
-        check_compute_dtype(E4M3, torch.bfloat16, torch.bfloat16, config.dim, config.hidden_dim, True,
-                            config.wgrad_dtype)
+        check_compute_dtype(E4M3, WeightFormat(torch.bfloat16, torch.bfloat16), config.dim, config.hidden_dim,
+                            True, config.wgrad_dtype)
         super().__init__(config)
         self.wgrad_dtype = config.wgrad_dtype
 
