@@ -4,7 +4,7 @@ bf16    an EPMoE in 16 bits
 FP8     an EPMoE with weight_dtype=torch.float8_e4m3fn; left out where it does not take the sizes
 MXFP4   an EPMoE with weight_dtype="mxfp4"
 INT4    an EPMoE with weight_dtype="int4", groups of 32
-MXFP4 in FP8   in prefill the weights of MXFP4, with compute_dtype=torch.float8_e4m3fn
+W4A8    the weights of MXFP4 with compute_dtype=torch.float8_e4m3fn, in `layer --w4`
 
 All share a communication layer, and have the same weights before they were quantised.  A twin in 16 bits gets
 the dequantised weights of MXFP4 or INT4: their results must have the bits of its results.  bf16 is compared

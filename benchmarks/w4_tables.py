@@ -5,7 +5,7 @@ A table is (caption, head, lines of cells).  docs/tables.py needs this without t
 
 LAYER, DECODE = "layer --w4", "decode --w4"  # what rows call the benches
 FORMATS = ("bf16", "FP8", "MXFP4", "INT4")
-IN_FP8 = "MXFP4 in FP8"  # of layer --w4: the same weights, expanded to FP8 in each call
+IN_FP8 = "W4A8"  # of layer --w4: the weights of MXFP4, expanded to FP8 in each call
 PEERS = ("grouped_mm", "Triton MXFP4")  # of transformers
 HBM_TBPS = 4.8  # of an H200: what its memory can deliver
 
@@ -65,7 +65,7 @@ def decode_tables(rows):
 def layer_tables(rows):
     """Return one table with a line for each shape, or none without rows."""
     lines, names = [], (*FORMATS, IN_FP8)
-    pairs = [(name, over) for name in ("MXFP4", "INT4", IN_FP8) for over in ("bf16", "FP8")]
+    pairs = ("MXFP4", "bf16"), ("INT4", "bf16"), (IN_FP8, "bf16"), (IN_FP8, "FP8")
     for shape, by_tokens in _found(rows, LAYER).items():
         for tokens, of in by_tokens.items():
             row = next(iter(of.values()))

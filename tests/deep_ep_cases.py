@@ -92,17 +92,14 @@ def added(biases, rows, is_there):
 
 def settle(buffer):
     """Raise what another rank did wrong. On CUDA a call does not wait for the other ranks."""
-    layers, errors = [*getattr(buffer, "_low_latency", {}).values(), buffer._notices.layer], []
-    by_size = buffer._routes.values() if isinstance(buffer._routes, dict) else (buffer._routes, buffer._worst)
-    for routes in (routes for sizes in by_size for routes in sizes.made):
-        layers += [routes.planner, *routes._layers.values()]
-    for layer in layers:  # all of them, because a refused call is refused in each layer that it uses
+    errors = []
+    for layer in buffer._layers():  # all, because a refused call is refused in each layer that it uses
         try:
             layer.synchronize()
         except epmoe.EpError as error:
             errors.append(error)
-    if errors:
-        raise errors[0]
+    if errors:  # one operation's error may follow from another's, which uses its results
+        raise min(errors, key=lambda error: not isinstance(error, epmoe.PeerError))
 
 
 def expect(kind, text, fn, *args, **kwargs):

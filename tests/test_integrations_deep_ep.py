@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import epmoe
-from deep_ep_cases import BF16, H, K, L, added, expect, inputs, on, received, rows_to_add, same, scales_of
+from deep_ep_cases import (BF16, H, K, L, added, expect, inputs, on, received, rows_to_add, same, scales_of,
+                           settle)
 from epmoe import reference
 from epmoe.integrations import deep_ep
 from outcomes import check_outcomes, outcome
@@ -381,7 +382,7 @@ def test_integrations_deep_ep_low_latency_of_different_dispatches(ranks):
             y = buffer.low_latency_combine(made[i][0], idx, weights, made[i][2])[0]
             return y[:, 0].tolist()
 
-        wrong = outcome(lambda: combine(2 * (world.rank % 2)))
+        wrong = outcome(lambda: (combine(2 * (world.rank % 2)), settle(buffer)))
         again = combine(2)
         buffer.destroy()
         return wrong, again

@@ -115,7 +115,8 @@ def test_many_moves_lose_nothing(ranks):
 
 @pytest.mark.long
 def test_a_thousand_moves_lose_nothing(ranks):
-    assert not any(ranks(lambda world, device: switches(world, device, 1000), world_size=3))
+    assert not any(ranks(lambda world, device: switches(world, device, 1000), world_size=3,
+                         timeout_s=400))
 
 
 def test_moves_between_processes(ranks):

@@ -97,7 +97,7 @@ class Buffer(LowLatency, Settings):
                 raise NotImplementedError("enable_shrink: epmoe has no masked ranks; when a rank dies, all "
                                           "raise PeerDied and make a new Buffer with a new group")
             self.device = pick_device(device)
-            self._streams = Streams(self.device)
+            self._streams = Streams(self.device, self._layers)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
@@ -124,8 +124,12 @@ class Buffer(LowLatency, Settings):
         """
         if not self.explicitly_destroy:
             raise RuntimeError("destroy: make the Buffer with explicitly_destroy=True")
-        for part in (*self._low_latency.values(), self._worst, self._routes, self._notices.layer):
-            part.finalize()
+        for layer in self._layers():
+            layer.finalize()
+
+    def _layers(self):
+        return [*self._low_latency.values(), *self._worst.layers(), *self._routes.layers(),
+                self._notices.layer]
 
     def get_dispatch_layout(self, topk_idx, num_experts, previous_event=None, async_finish=False,
                             allocate_on_comm_stream=False):

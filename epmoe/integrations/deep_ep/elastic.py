@@ -104,7 +104,7 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             if num_cpu_bytes:
                 raise NotImplementedError("num_cpu_bytes: epmoe has no Engram storage")
             self.device = pick_device(device)
-            self._streams = Streams(self.device)
+            self._streams = Streams(self.device, self._layers)
             timeouts = [t for t in (num_cpu_timeout_secs, num_gpu_timeout_secs) if t is not None]
             if timeouts:
                 self.world.set_timeout(max(timeouts))
@@ -137,8 +137,12 @@ class ElasticBuffer(ElasticSettings, Unavailable):
         """
         if not self.explicitly_destroy:
             raise RuntimeError("destroy: make the ElasticBuffer with explicitly_destroy=True")
-        for part in (*self._routes.values(), self._notices.layer):
-            part.finalize()
+        for layer in self._layers():
+            layer.finalize()
+
+    def _layers(self):
+        return [*(layer for by_size in self._routes.values() for layer in by_size.layers()),
+                self._notices.layer]
 
     def barrier(self, use_comm_stream=True, with_cpu_sync=False, sequential=True):
         """Wait until all ranks have reached this call, in stream order.  Collective.

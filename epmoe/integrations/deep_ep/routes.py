@@ -71,9 +71,9 @@ class Routes:
         keys = [key, meta_key(*columns)] if columns else [key]
         return [(self._layers.get(key), 0, op) for key in keys]
 
-    def finalize(self):
-        for layer in (self.planner, *self._layers.values()):
-            layer.finalize()
+    def layers(self):
+        """Return the layers, in the order in which they were created."""
+        return [self.planner, *self._layers.values()]
 
 
 def plan_steps(routes, x, *columns):
@@ -111,9 +111,9 @@ class RoutesBySize:
         self.latest = found
         return found
 
-    def finalize(self):
-        for routes in self.made:
-            routes.finalize()
+    def layers(self):
+        """Return the layers of all of them."""
+        return [layer for routes in self.made for layer in routes.layers()]
 
 
 class Plan:

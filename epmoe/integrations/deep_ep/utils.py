@@ -1,6 +1,11 @@
 """EventHandle and EventOverlap, which programs import from deep_ep.utils or from deep_ep; and the streams."""
 
+import contextlib
+import functools
+
 import torch
+
+from ...errors import EpError
 
 __all__ = ["EventHandle", "EventOverlap"]
 
@@ -132,10 +137,13 @@ class Streams:
     A call that is not asynchronous runs on the current stream: that is what waiting at both its ends amounts
     to.  An asynchronous call runs on the communication stream, after previous_event or after all work of the
     current stream.
+
+    layers: Returns the layers of the buffer.
     """
 
-    def __init__(self, device):
+    def __init__(self, device, layers):
         self.device = device
+        self._layers = layers
         self.comm = torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
 
     def run(self, fn, inputs, previous_event=None, is_async=False):
@@ -149,6 +157,7 @@ class Streams:
         with torch.no_grad():
             if self.device.type != "cuda":
                 return fn(), EventHandle() if is_async else None
+            fn = functools.partial(self._launch, fn)
             current = torch.cuda.current_stream(self.device)
             if not is_async:
                 wait_for(previous_event)
@@ -163,6 +172,21 @@ class Streams:
                 event = EventHandle()
         _record(result, current)
         return result, event
+
+    def _launch(self, fn):
+        """Return fn(), which launches the operations of a call, and may create layers, on a GPU.
+
+        If another rank refuses the call, it does so in each operation and creation.  A creation raises that
+        at once, and operations before it may have the same error still to come.  It belongs to this call,
+        and not to the next one.
+        """
+        try:
+            return fn()
+        except EpError:
+            for layer in self._layers():
+                with contextlib.suppress(EpError):
+                    layer.synchronize()
+            raise
 
 
 def _record(things, stream):
