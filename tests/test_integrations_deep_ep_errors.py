@@ -289,11 +289,18 @@ def test_integrations_deep_ep_refuses_all_operations(operations):
     v2 = deep_ep.ElasticBuffer(world, num_max_tokens_per_rank=8, device="cpu")
     x, idx, weights = inputs(0, 1, "full")
     no_x, no_event, no_bias = dict(x=None), dict(previous_event=3), dict(bias=3)
+    v2_wrong = (no_event, no_x, dict(x=(1, 2, 3)), dict(topk_idx=None), dict(topk_idx=idx[1:]),
+                dict(cumulative_local_expert_recv_stats=weights), dict(expert_alignment=0),
+                dict(expert_alignment=1 << 40), dict(num_experts=-1), dict(num_experts="a"),
+                dict(num_max_tokens_per_rank=-1), dict(num_max_tokens_per_rank=10**12))
     for sent in (x, scales_of(x)):
         call = v1_call(v1, x=sent, num_worst_tokens=16)
         handle = compare(v1.dispatch, no_event, **call)[4]
-        compare(v1.dispatch, dict(num_worst_tokens="a"), **call)
-        compare(v1.dispatch, no_event, x=sent, handle=handle)
+        for wrong in (dict(num_worst_tokens="a"), dict(num_worst_tokens=10**12), no_x,
+                      dict(expert_alignment=0), dict(topk_idx=idx[1:]), dict(is_token_in_rank=None)):
+            compare(v1.dispatch, wrong, **call)
+        for wrong in (no_event, dict(handle=(1, 2))):
+            compare(v1.dispatch, wrong, x=sent, handle=handle)
         rows, row_weights = torch.zeros(16, H, dtype=BF16), torch.zeros(16, K)
         compare(v1.combine, no_bias, x=rows, handle=handle, topk_weights=row_weights)
         for wrong in (no_x, dict(handle=None)):
@@ -301,9 +308,12 @@ def test_integrations_deep_ep_refuses_all_operations(operations):
         for expand in (False, True):
             for given in (None, weights):
                 call = dict(x=sent, topk_weights=given, do_expand=expand)
-                handle = compare(v2.dispatch, no_event, **call, topk_idx=idx, num_experts=L,
-                                 do_cpu_sync=False)[3]
-                compare(v2.dispatch, no_event, **call, handle=handle)
+                full = call | dict(topk_idx=idx, num_experts=L, do_cpu_sync=False)
+                wide = [] if given is None else [dict(topk_weights=given.double())]
+                for wrong in (*v2_wrong, *wide):
+                    handle = compare(v2.dispatch, wrong, **full)[3]
+                for wrong in (no_event, dict(handle=(1, 2)), dict(x=None)):
+                    compare(v2.dispatch, wrong, **call, handle=handle)
             rows = torch.zeros(handle.num_out_rows, H, dtype=BF16)
             row_weights = torch.zeros(rows.shape[:1] if expand else (len(rows), K))
             compare(v2.combine, no_bias, x=rows, handle=handle, topk_weights=row_weights)

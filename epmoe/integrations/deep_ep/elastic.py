@@ -233,14 +233,16 @@ class ElasticBuffer(ElasticSettings, Unavailable):
                 raise ValueError("do_zero_padding: needs do_expand=True")
         except Exception as error:
             if isinstance(handle, EPHandle):
-                do_expand, topk_idx = handle.do_expand, handle.topk_idx
-            columns = (scales,) if do_expand else (topk_idx, topk_weights, scales)
+                do_expand = handle.do_expand
+            columns = (scales,) if do_expand else (topk_weights, scales)
             if handle is not None:
                 self._plans.refuse(error, handle, _C.OP_DISPATCH, x, *columns)
+            columns = columns if do_expand else (topk_idx, *columns)
             steps = [self._notices.step]
             if not is_exact:  # on a GPU the others go on without waiting for the notices
                 routes = self._find_routes(topk_idx, num_experts, most, align, do_expand)
-                steps += plan_steps(routes, x, *columns)
+                # without indices, this rank cannot say what travels beside the rows
+                steps += plan_steps(routes, x if isinstance(topk_idx, torch.Tensor) else None, *columns)
             refuse(self.world, error, steps)
         sizes, flags = (num_experts, most, align, num_sms), (do_expand, is_exact, do_handle_copy)
 
@@ -317,13 +319,18 @@ class ElasticBuffer(ElasticSettings, Unavailable):
     # ---- parts ----
 
     def _find_routes(self, topk_idx, num_experts, most, align, do_expand):
-        """Return the Routes of a dispatch whose host reads nothing, or None if the call creates it."""
+        """Return the Routes of a dispatch whose host reads nothing, or None if the call creates it.
+
+        If these sizes are wrong, the others are taken to have those of the latest dispatch.
+        """
         try:
-            sizes = layer_sizes(self.num_ranks, num_experts, topk_idx.shape[1], align, do_expand)
-            found = self._routes.get((sizes, do_expand, False))
-            return found and found.find(most)
-        except Exception:  # for wrong arguments
+            check_num_experts("num_experts", num_experts, self.num_ranks)
+            self._check_sizes(topk_idx, num_experts, most, align, do_expand)
+        except Exception:
             return self._plans.latest
+        sizes = layer_sizes(self.num_ranks, num_experts, topk_idx.shape[1], align, do_expand)
+        found = self._routes.get((sizes, do_expand, False))
+        return found and found.find(most)
 
     @staticmethod
     def _check_streams(previous_event, previous_event_before_epilogue, allocate_on_comm_stream):

@@ -81,6 +81,8 @@ class EPHandle:
         choices = (self.topk_idx.contiguous() if self.do_expand
                    else to_ranks_by_choice(topk_idx, self.num_experts, size))
         self.plan = self._routes(buffer, topk, is_exact).plan(choices, self.num_out_rows)
+        if not self.do_expand:
+            self.plan.topk_idx = self.topk_idx
         buffer._plans.add(self.plan)
         self.psum_num_recv_tokens_per_scaleup_rank = self.plan.layout.recv_tokens.cumsum(
             0, dtype=torch.int32)
@@ -120,7 +122,7 @@ class EPHandle:
                 self._is_here = idx >= 0
                 self._set_metadata(numbers, self._is_here, torch.full_like(idx, -1, dtype=torch.int32))
             return rows, scales, idx, topk_weights
-        self.plan.routes.note(_C.OP_DISPATCH, x)
+        self.plan.routes.note(_C.OP_DISPATCH, x, scales)
         rows, topk_weights = self.plan.dispatch(as_rows(x), topk_weights)
         rows = rows.view(x.dtype)
         if scales is not None:

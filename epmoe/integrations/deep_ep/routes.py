@@ -35,7 +35,7 @@ class Routes:
         self._make = functools.partial(EPAll2AllLayer, world, max_tokens, topk=topk, device=device,
                                        num_tot_experts=num_experts, **options)
         self._layers = {}
-        self._latest = {}  # operation -> key of the rows that the next one is likely to have
+        self._latest = {}  # operation -> keys of the layers that the next one is likely to use
         self.planner = self._make(4, dtype=torch.float32)  # makes all plans, so that their numbers are unique
 
     def layer(self, dtype, hidden):
@@ -51,24 +51,30 @@ class Routes:
         """
         return Plan(self, self.planner.preprocess(idx), num_rows)
 
-    def note(self, op, x):
-        """Remember what rows a call has, in case a rank cannot say it in the next one."""
-        self._latest[op] = rows_key(x)
+    def note(self, op, x, *columns):
+        """Remember what a call sends, in case a rank cannot say it in the next one."""
+        self._latest[op] = self._keys(op, x, columns)
         if op == _C.OP_DISPATCH:  # numbers of one byte return as bfloat16
-            self._latest[_C.OP_COMBINE] = (torch.bfloat16 if x.element_size() == 1 else x.dtype, x.shape[1])
+            dtype = torch.bfloat16 if x.element_size() == 1 else x.dtype
+            self._latest[_C.OP_COMBINE] = [(dtype, x.shape[1])]
+
+    def _keys(self, op, x, columns):
+        """Return the keys of the layers that move rows x, and what travels beside them."""
+        columns = [c for c in columns if isinstance(c, torch.Tensor) and c.dim() == 2]
+        is_unknown = op == _C.OP_COMBINE and x.element_size() == 1  # which combine refuses
+        key = self._latest[op][0] if is_unknown else rows_key(x)
+        return [key, meta_key(*columns)] if columns else [key]
 
     def steps(self, op, x, *columns):
         """Return the steps of a call for refuse(): the rows x, and what travels beside them.
 
-        If x is wrong, the others have rows like those of the latest call.
+        If x is wrong, the others are taken to send what the latest call has sent.
         """
         try:
             check_rows("x", x, self.device)
-            key = self._latest.get(op) if op == _C.OP_COMBINE and x.element_size() == 1 else rows_key(x)
-        except (TypeError, ValueError):
-            key = self._latest.get(op)
-        columns = [c for c in columns if isinstance(c, torch.Tensor) and c.dim() == 2]
-        keys = [key, meta_key(*columns)] if columns else [key]
+            keys = self._keys(op, x, columns)
+        except (KeyError, TypeError, ValueError):
+            keys = self._latest.get(op, [None])
         return [(self._layers.get(key), 0, op) for key in keys]
 
     def layers(self):
@@ -124,6 +130,7 @@ class Plan:
         self.layout = layout  # the planner's
         self.num_tokens = layout.num_tokens
         self.num_rows = num_rows if layout._num_rows is None else layout._num_rows
+        self.topk_idx = None  # or what travels beside the rows in each dispatch with this plan
 
     def on(self, layer):
         """Return the EPLayout of a layer."""
@@ -190,14 +197,19 @@ class Plans:
     def refuse(self, error, handle, op, x, *columns):
         """Refuse a call with a handle; see refuse().
 
+        columns: What travels beside the rows, without the indices of the handle.
+
         If the handle is wrong, the others are taken to use the newest plan for as many rows as x has, or
         else the newest one.
         """
         try:
-            routes = self.of(handle).routes
+            plan = self.of(handle)
         except (TypeError, ValueError):
             num = len(x) if isinstance(x, torch.Tensor) and x.dim() else None
             newest = reversed([*self._in_use.values()])
-            routes = next((plan.routes for plan in newest if num == plan.num_inputs(op)), self.latest)
+            plan = next((plan for plan in newest if num == plan.num_inputs(op)), None)
+        routes = self.latest if plan is None else plan.routes
+        if op == _C.OP_DISPATCH and plan is not None:
+            columns = plan.topk_idx, *columns
         steps = routes.steps(op, x, *columns) if routes else [self.notices.step]
         refuse(self.notices.world, error, steps)

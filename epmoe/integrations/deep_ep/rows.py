@@ -108,7 +108,7 @@ def dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local_experts):
     sources).  An index of another rank's expert becomes -1, and its weight 0.
     """
     world = plan.routes.world
-    plan.routes.note(_C.OP_DISPATCH, x)
+    plan.routes.note(_C.OP_DISPATCH, x, topk_idx, topk_weights, scales)
     rows, numbers = plan.dispatch(as_rows(x), numbered(len(x), world.size, x.device))
     idx = None if topk_idx is None else (topk_idx + 1).to(torch.int32)  # rows that are absent are zeros
     columns = idx, topk_weights, scales
@@ -124,7 +124,7 @@ def dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local_experts):
 
 def combine_tokens(plan, x, topk_weights, biases):
     """Return the sums over the ranks of x [M, H], plus the biases, and of topk_weights [M, K] or None."""
-    plan.routes.note(_C.OP_COMBINE, x)
+    plan.routes.note(_C.OP_COMBINE, x, topk_weights)
     out = plan.combine(x, biases=biases)[0]
     if topk_weights is None:
         return out, None
