@@ -22,6 +22,7 @@ gradients, are expanded to FP8 in each call.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -220,35 +221,42 @@ def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_wei
     with reporting(layer, _C.OP_DISPATCH, layout.buffer, layout.plan, num_rows < 0):
         with torch.no_grad():
             if isinstance(moe._format, FourBits):
-                expanded = [moe._format.expanded(moe, name) for name in WEIGHTS]
-                return _forward(layer, x, weight, parameters, layout, num_rows, expanded[0], expanded[1],
-                                kernel, False)[0], layout
+                return _forward(layer, x, weight, parameters, layout, num_rows,
+                                functools.partial(moe._format.expanded, moe), kernel, False)[0], layout
             up, down = moe._quantized["gate_up_proj"], moe._quantized["down_proj"]
             pairs = up.of(moe.gate_up_proj, moe._is_sharded), down.of(moe.down_proj, moe._is_sharded)
         if requires_grad(x, weight, *parameters):
             return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel,
                                      moe.wgrad_dtype != E4M3), layout
-        return _forward(layer, x, weight, parameters, layout, num_rows, pairs[0][:2], pairs[1][:2], kernel,
+        return _forward(layer, x, weight, parameters, layout, num_rows, _forward_weights(pairs), kernel,
                         False)[0], layout
 
 
+def _forward_weights(pairs: tuple[Pair, Pair]) -> Callable[[str], Quantized]:
+    return dict(zip(WEIGHTS, (pair[:2] for pair in pairs))).__getitem__
+
+
 def _forward(layer: EPAll2AllLayer, x: Tensor, weight: Tensor, parameters: Weights, layout: EPLayout,
-             num_rows: int, gate_up: Quantized, down: Quantized, kernel: Kernel,
+             num_rows: int, quantized: Callable[[str], Quantized], kernel: Kernel,
              with_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run the experts.  Returns (y, rows, their scales, h, row_weight, recv)."""
+    """Run the experts.  Returns (y, rows, their scales, h, row_weight, recv).
+
+    quantized: Returns the weight of a name.  It is called when the weight is needed, and the result is not
+    kept, so that expanded weights do not exist at the same time.
+    """
     up_bias, down_bias = (None if b is None else b.detach().to(layer.dtype).contiguous()
                           for b in (parameters[1], parameters[3]))
     plan, buffer = layout.plan, layout.buffer
     offsets = expert_offsets(layer, plan)
     x8, x_scale = quantize_fp8(x.detach(), pow2=True)
     h, rows, row_scale, row_weight, recv = _dispatch_and_multiply(
-        layer, x8, x_scale, weight, plan, buffer, num_rows, *gate_up, up_bias, with_grad)
+        layer, x8, x_scale, weight, plan, buffer, num_rows, *quantized("gate_up_proj"), up_bias, with_grad)
     layer._set_dispatched(layout, h, recv)
     assert row_weight is not None
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         a, a_scale = _quantized_activation(h, offsets, kernel)
-        y, _ = _multiply_and_combine(layer, a, a_scale, *down, down_bias, row_weight, None, plan, recv,
-                                     buffer, x.shape[0], with_grad)
+        y, _ = _multiply_and_combine(layer, a, a_scale, *quantized("down_proj"), down_bias, row_weight, None,
+                                     plan, recv, buffer, x.shape[0], with_grad)
     return y, rows, row_scale, h, row_weight, recv
 
 
@@ -301,8 +309,8 @@ class _Fp8Experts(torch.autograd.Function):
                 down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, layout: EPLayout,
                 num_rows: int, pairs: tuple[Pair, Pair], kernel: Kernel, wgrad_in_16_bits: bool) -> Tensor:
         y, rows, row_scale, h, row_weight, recv = _forward(
-            layer, x, weight, (gate_up, gate_up_bias, down, down_bias), layout, num_rows, pairs[0][:2],
-            pairs[1][:2], kernel, True)
+            layer, x, weight, (gate_up, gate_up_bias, down, down_bias), layout, num_rows,
+            _forward_weights(pairs), kernel, True)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.wgrad_in_16_bits = wgrad_in_16_bits
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
