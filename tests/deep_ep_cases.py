@@ -96,7 +96,7 @@ def settle(buffer):
     for layer in buffer._layers():  # all, because a refused call is refused in each layer that it uses
         try:
             layer.synchronize()
-        except epmoe.EpError as error:
+        except (epmoe.EpError, ValueError) as error:  # ValueError: of what another operation has made
             errors.append(error)
     if errors:  # one operation's error may follow from another's, which uses its results
         raise min(errors, key=lambda error: not isinstance(error, epmoe.PeerError))

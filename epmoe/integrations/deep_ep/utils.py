@@ -184,7 +184,7 @@ class Streams:
             return fn()
         except EpError:
             for layer in self._layers():
-                with contextlib.suppress(EpError):
+                with contextlib.suppress(Exception):
                     layer.synchronize()
             raise
 
