@@ -1,7 +1,6 @@
 /* module_gemm.c - the functions of epmoe._C that need no world: the grouped GEMM by itself, the gradient of
  * an activation, the physical experts of choices, rows and weights of 4 bits to FP8, and what a device can
- * do. Exports
- * ep_gemm_methods. */
+ * do. Exports ep_gemm_methods. */
 #include "protocol/gemm_params.h"
 #include "python/module.h"
 
