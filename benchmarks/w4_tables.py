@@ -65,7 +65,7 @@ def decode_tables(rows):
 def layer_tables(rows):
     """Return one table with a line for each shape, or none without rows."""
     lines, names = [], (*FORMATS, IN_FP8)
-    pairs = ("MXFP4", "bf16"), ("INT4", "bf16"), (IN_FP8, "bf16"), (IN_FP8, "FP8")
+    pairs = ("MXFP4", "bf16"), (IN_FP8, "bf16"), (IN_FP8, "FP8")
     for shape, by_tokens in _found(rows, LAYER).items():
         for tokens, of in by_tokens.items():
             row = next(iter(of.values()))
