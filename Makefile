@@ -225,15 +225,15 @@ cuda: build
 
 # CPU threads emulate GPU threads. The grouped GEMM for Hopper is compared with sums in double. Plan,
 # dispatch (also in FP8), combine (also those of low latency), the communication warps of the megakernels, the
-# gradients of activations and the quantisation are compared with the CPU backend.
+# gradients of activations, the quantisation and the expansion of 4 bits are compared with the CPU backend.
 # ThreadSanitizer also runs, because it detects a missing barrier. nvcc is used for its headers only.
 EMULATED = nvcc -std=c++17 -g -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-icf,-ffp-contract=off
 emulated: | python
 	@mkdir -p build
 	@for san in "" -fsanitize=thread; do \
-	    for f in plan ops rows low_latency activation quantize transpose; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/cpu/$$f.c -o build/cpu_$$f.o || exit 1; done; \
-	    for t in stages comm low_latency dispatch_fp8 activation quantize transpose; do \
-	        $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp build/cpu_plan.o build/cpu_ops.o build/cpu_rows.o build/cpu_low_latency.o build/cpu_activation.o build/cpu_quantize.o build/cpu_transpose.o -o build/test_$$t -lpthread -lm && \
+	    for f in plan ops rows low_latency activation quantize transpose expand; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/cpu/$$f.c -o build/cpu_$$f.o || exit 1; done; \
+	    for t in stages comm low_latency dispatch_fp8 activation quantize transpose expand; do \
+	        $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp build/cpu_plan.o build/cpu_ops.o build/cpu_rows.o build/cpu_low_latency.o build/cpu_activation.o build/cpu_quantize.o build/cpu_transpose.o build/cpu_expand.o -o build/test_$$t -lpthread -lm && \
 	        echo "$$t $$san" && \
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) \
 	            build/test_$$t 1 $$([ -z "$$san" ] || [ $$t = low_latency ] && echo 2 || echo 1) || exit 1; done; done
