@@ -272,16 +272,18 @@ class ExpertMove:
 
     def _send(self) -> None:
         local, rank = self._moe.layer.num_local_experts, self._moe.layer.rank
+        rooms = self._rooms_of_tensors()
         for target, source, room in self._moves():
             if source >= 0 and source // local == rank:
-                for t, memory in self._rooms_of_tensors():
+                for t, memory in rooms:
                     self._heap.put(memory[room], t[source % local], target // local)
 
     def _receive(self) -> None:
         local, rank = self._moe.layer.num_local_experts, self._moe.layer.rank
+        rooms = self._rooms_of_tensors()
         for target, source, room in self._moves():
             if target // local == rank:
-                for t, memory in self._rooms_of_tensors():
+                for t, memory in rooms:
                     with writing([t]):
                         if source < 0:
                             t[target % local].zero_()
@@ -295,10 +297,10 @@ class ExpertMove:
             yield target, source, used[target // local]
             used[target // local] += 1
 
-    def _rooms_of_tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (tensor of this rank's experts, the rooms for its rows)."""
+    def _rooms_of_tensors(self) -> list[tuple[Tensor, Tensor]]:
+        """Return (tensor of this rank's experts, the rooms for its rows) of all tensors."""
         assert self._rooms is not None
-        return zip((as_bytes(t.detach()) for t in tensors(self._moe)), self._rooms.memory)
+        return [(as_bytes(t.detach()), memory) for t, memory in zip(tensors(self._moe), self._rooms.memory)]
 
     @property
     def _heap(self) -> SymmetricHeap:
