@@ -217,6 +217,34 @@ def test_errors_forward_mode_leaves_vmap_where_it_is_right(ranks):
         check_outcomes([outcome(transform)], "NotImplementedError", "torch.func")
 
 
+def decoded(world, device, weight_dtype):
+    """The outcomes of calls on the low-latency path, and whether it works after them."""
+    moe = epmoe.EPMoE(64, 64, 2 * world.size, 1, world, max_tokens=4, device=device,
+                      weight_dtype=weight_dtype)
+    x = torch.ones(T, 64, dtype=torch.bfloat16, device=device)
+    idx, w = torch.zeros(T, 1, dtype=torch.int64, device=device), torch.ones(T, 1, device=device)
+    with torch.no_grad():
+        want, low = moe(x, idx, w), moe.layer.low_latency
+        got = [outcome(lambda t=t: t(lambda x: moe(x, idx, w), x) is None, low) for t in TRANSFORMS.values()]
+        with forward_ad.dual_level():
+            got.append(outcome(lambda: moe(dual(x), idx, w) is None, low))
+        is_right = moe.last_layout is None and torch.equal(moe(x, idx, w), want)
+    moe.layer.synchronize()
+    moe.finalize()
+    return got, is_right
+
+
+@pytest.mark.parametrize("weight_dtype", [None, "mxfp4"])
+def test_errors_forward_mode_of_a_module_that_decodes(ranks, weight_dtype):
+    """It runs in one call of the module of C, without the operators that refuse it elsewhere."""
+    for got, is_right in ranks.isolated(decoded, weight_dtype, world_size=2):
+        check_outcomes(got[:1], *(("RuntimeError", "has no gradients") if weight_dtype else
+                                  ("NotImplementedError", "torch.func")))
+        check_outcomes(got[1:-1], "NotImplementedError", "torch.func")
+        check_outcomes(got[-1:], "NotImplementedError", TEXT)
+        assert is_right
+
+
 @pytest.mark.cpu_only
 def test_errors_forward_mode_of_a_heap():
     heap = epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu")

@@ -13,7 +13,7 @@ from ..a2a.low_latency import LowLatencyAll2All
 from ..errors import HeapExhausted
 from ..gemm.activations import Activation
 from ..gemm.grouped import KERNELS, as_kernel
-from ..torch_modes import is_traced, is_watched, requires_grad
+from ..torch_modes import check_mode, is_plain, is_traced, is_watched, requires_grad
 from . import experts as experts_ops
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
     assert capacity is not None  # of a low-latency layer
     try:
         a2a._check_idle(_C.OP_LL_DISPATCH, 0)
+        if not is_plain():
+            check_mode(x, topk_weights, *weights, *(lora.factors if lora else ()))
         kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         allocate, hidden, inner = a2a._allocator(), a2a.hidden, down.shape[2] * (1 if scales is None else 2)
         up_scale, up_zero, down_scale, down_zero = scales or experts_ops.NO_SCALES
