@@ -37,7 +37,9 @@ def _num_rows(offsets: Tensor, rows: Tensor) -> int:
 
 def _product(offsets: Tensor, rows: Tensor, *weights: Tensor) -> int:
     """Return the operations of a product of rows with each of some weights [L, N, K]."""
-    return 2 * _num_rows(offsets, rows) * sum(math.prod(w.shape[1:]) for w in weights)
+    return 2 * _num_rows(offsets, rows) * sum(
+        math.prod(w.shape[1:]) * (2 if w.dtype == torch.uint8 else 1)  # a byte has two weights of 4 bits
+        for w in weights)
 
 
 def _product_of_layer(layer: str, plan: Tensor, rows: Tensor, *weights: Tensor) -> int:

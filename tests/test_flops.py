@@ -111,6 +111,10 @@ CASES = {
     "FP8, capacity": {"weight_dtype": FP8, "capacity": 100, **MANY},
     "FP8, fused": {"weight_dtype": FP8, "op": fused_fp8_cases.StagedOp, **MANY},
     "FP8, few tokens": {"weight_dtype": FP8, "backward": False},
+    "4 bits": {"weight_dtype": "mxfp4", **MANY},
+    "4 bits, few tokens": {"weight_dtype": "int4", "backward": False},
+    "4 bits, tokens in FP8": {"weight_dtype": "int4", "dispatch_dtype": FP8, **MANY},
+    "4 bits, products in FP8": {"weight_dtype": "mxfp4", "compute_dtype": FP8, **MANY},
 }
 
 
