@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import first, poison_memory
+from cases import first, misaligned, poison_memory
 from epmoe.gemm import four_bit, grouped, quantize, wgrad_fp8
 from outcomes import check_outcomes, outcome
 
@@ -80,10 +80,25 @@ def test_in_fp8_wrong_arguments():
     for wrong, error, text in [((numbers[:, :32], scales, None), "ValueError", "32 by 128"),
                                ((numbers, scales[:1], None), "ValueError", "scales of the weights"),
                                ((numbers, scales, zeros), "ValueError", "MXFP4 has no zeros"),
-                               ((numbers, scales.bfloat16()[..., :256], None), "ValueError", "contiguous"),
+                               ((numbers[0], scales, None), "ValueError", "[L, N, K / 2], got [64, 64]"),
                                ((numbers, scales.float(), None), "TypeError", "bfloat16"),
-                               ((numbers.int(), scales, None), "TypeError", "uint8")]:
+                               ((numbers.int(), scales, None), "TypeError", "uint8"),
+                               ((None, scales, None), "TypeError", "NoneType"),
+                               ((numbers, scales, 8), "TypeError", "int")]:
         check_outcomes([outcome(lambda: quantize.expand_fp8(*wrong, torch.bfloat16))], error, text)
+    check_outcomes([outcome(lambda: quantize.expand_fp8(numbers, scales, None, torch.float32))], "TypeError",
+                   "dtype torch.float32: must be")
+
+
+@pytest.mark.parametrize("device", _devices())
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_in_fp8_they_may_have_any_strides_and_addresses(format, device):
+    """As in grouped_gemm."""
+    packed = _problem(format, 128, 512, (1, 2), torch.bfloat16, device)[0]
+    want = quantize.expand_fp8(*packed, torch.bfloat16)
+    for change in (misaligned, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)):
+        got = quantize.expand_fp8(*(None if t is None else change(t) for t in packed), torch.bfloat16)
+        assert all(torch.equal(g.view(torch.uint8), w.view(torch.uint8)) for g, w in zip(got, want))
 
 
 @pytest.mark.parametrize("device", _devices())

@@ -236,7 +236,7 @@ def expand_fp8(numbers: Tensor, scales: Tensor, zeros: Tensor | None,
 
     Raises:
         ValueError: For shapes that no format has.
-        TypeError: For dtypes that no format has.
+        TypeError: For what is not a tensor, and for dtypes that no format has.
 
     Examples:
         >>> import torch
@@ -246,9 +246,18 @@ def expand_fp8(numbers: Tensor, scales: Tensor, zeros: Tensor | None,
         >>> q.shape, q[0, 0, 0].item(), scales.tolist()
         (torch.Size([1, 64, 256]), 384.0, [[[0.0078125, 0.0078125]]])
     """
+    given = numbers, scales, *(() if zeros is None else (zeros,))
+    if not all(isinstance(t, Tensor) for t in given):
+        raise TypeError(f"wanted tensors, got {', '.join(type(t).__name__ for t in given)}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(f"dtype {dtype}: must be torch.bfloat16 or torch.float16")
+    if numbers.dim() != 3:
+        raise ValueError(f"wanted weights [L, N, K / 2], got {list(numbers.shape)}")
+    numbers, scales, *rest = (aligned(t.contiguous()) for t in given)
     num, n, k = numbers.shape[0], numbers.shape[1], 2 * numbers.shape[2]
     q = torch.empty(num, n, k, dtype=torch.float8_e4m3fn, device=numbers.device)
     q_scales = torch.empty(num, -(-n // BLOCK), -(-k // BLOCK), dtype=torch.float32,
                            device=numbers.device)
-    _C.expand_fp8(numbers, scales, zeros, q.view(torch.uint8), q_scales, dtype == torch.float16)
+    _C.expand_fp8(numbers, scales, rest[0] if rest else None, q.view(torch.uint8), q_scales,
+                  dtype == torch.float16)
     return q, q_scales
