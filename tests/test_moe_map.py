@@ -161,6 +161,58 @@ def test_moe_map_of_one_module_of_a_shared_layer(ranks):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def shared(world, device, own_layer):
+    """A module, and one with its parameters: whether results stay, and what is refused."""
+    moe = make(world, device, rank_invariant=True, dtype=torch.bfloat16)
+    layer = {} if own_layer else {"layer": moe.layer}
+    other = epmoe.EPMoE(HIDDEN, INNER, E, K, world, num_physical=moe.layer.num_experts, bias=True,
+                        rank_invariant=True, **layer or {"device": device, "max_tokens": TOKENS})
+    partly = epmoe.EPMoE(HIDDEN, INNER, E, K, layer=moe.layer, num_physical=moe.layer.num_experts, bias=True)
+    for name, p in moe.named_parameters():
+        setattr(other, name, p)
+    found = []
+    with torch.no_grad():
+        wanted = moe(*inputs(moe, 0))
+
+        def check():
+            found.extend(torch.equal(m(*inputs(moe, 0)), wanted) for m in (moe, other))
+
+        check()
+        for module, expert_map in zip((moe, other, moe, other), [*maps_of(moe)[2:], None, maps_of(moe)[0]]):
+            module.set_expert_map(expert_map)
+            check()
+            moe.set_expert_map(expert_map)  # it has that map: nothing moves
+            check()
+        under_way = other.move_experts(maps_of(moe)[3])
+        refused = [outcome(lambda: moe.set_expert_map(None))]
+        while not under_way.advance():
+            check()
+        check()
+        moe.set_expert_map(None)
+        partly.down_proj = moe.down_proj
+        refused.append(outcome(lambda: moe.set_expert_map(maps_of(moe)[0])))
+        partly.down_proj = torch.nn.Parameter(moe.down_proj.detach().clone())
+        moe.set_expert_map(maps_of(moe)[3])
+        check()
+        for name, p in moe.named_parameters():
+            setattr(partly, name, p)
+        refused.append(outcome(lambda: moe.set_expert_map(None)))
+    moe.layer.synchronize()
+    for module in (moe, other) if own_layer else (moe,):
+        module.finalize()
+    return found, refused
+
+
+@pytest.mark.parametrize("own_layer", [False, True], ids=["shared layer", "own layer"])
+def test_moe_map_of_modules_with_the_same_parameters(ranks, own_layer):
+    """All of them route by the map of one: the experts have moved for all."""
+    results = ranks(shared, own_layer)
+    assert all(all(found) for found, _ in results)
+    for refused, text in zip(zip(*(refused for _, refused in results)),
+                             ("on their way", "gate_up_proj of its own", "after they had moved")):
+        check_outcomes(refused, "RuntimeError", text)
+
+
 def test_moe_map_reset_parameters():
     """A replica starts as its expert does elsewhere."""
     moe, whole = make(epmoe.thread_worlds(1)[0], "cpu"), []

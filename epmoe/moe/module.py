@@ -1017,7 +1017,7 @@ class EPMoE(nn.Module):
         The weights go through symmetric memory, which takes as much memory as the parameters during the call.
         The host waits until they have arrived.  After an error the module has its old map and weights.
         Parameters and the map that forward uses are written in place: CUDA graphs that were captured with a
-        map, or where P is not E, use the new one.
+        map, or where P is not E, use the new one.  Other modules with the same parameters use the map, too.
 
         Args:
             expert_map: An ExpertMap of E logical and P physical experts, for example of balance_experts, the
@@ -1238,6 +1238,7 @@ class EPMoE(nn.Module):
         module.register_load_state_dict_pre_hook(functools.partial(shards.load_adopted, self))
 
     def _register(self) -> None:
+        placement.register(self)
         if (self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients
                 or self.computes_fp8 or not self._format.is_saved_as_held):
             shards.register(self)

@@ -35,7 +35,7 @@ from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..errors import EpMismatch
 from ..torch_modes import mark_written, writing
-from .placement import ALIGNMENT, ExpertMap, agree, check, world_of
+from .placement import ALIGNMENT, ExpertMap, agree, check, route_by, world_of
 from .shards import as_bytes, tensors
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class ExpertMove:
         # the weights, from what was there before they arrived.
         mark_written([t for t in tensors(self._moe) if not t.is_inference()])
         assert self._map is not None
-        self._moe._use_map(*self._map)
+        route_by(self._moe, *self._map)
         if self._next == len(self._rounds):
             self._end()
         else:

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import heapq
 import re
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertMap", "balance_experts"]
 ALIGNMENT = 256  # of the weights in symmetric memory
+_modules: weakref.WeakSet[EPMoE] = weakref.WeakSet()  # all EPMoE modules of this process
+_modules_lock = threading.Lock()  # ranks may be threads
 _WRONG_INDEX = re.compile(r"rank (\d+): .*expert index.* of token (\d+), choice (\d+) is outside")
 
 
@@ -456,14 +460,55 @@ def check_still(moe: EPMoE, what: str) -> None:
                            f"move_experts has returned first")
 
 
+def register(moe: EPMoE) -> None:
+    """Let `sharing` know a module."""
+    with _modules_lock:
+        _modules.add(moe)
+
+
+def sharing(moe: EPMoE) -> list[EPMoE]:
+    """Return the modules that have a parameter of a module: it, and others."""
+    own = {id(p) for p in moe._parameters.values() if p is not None}
+    with _modules_lock:
+        modules = [m for m in _modules if m is not moe]
+    # list(), because another thread may add to a module of its own meanwhile
+    return [moe, *(m for m in modules if any(id(p) in own for p in list(m._parameters.values())))]
+
+
+def route_by(moe: EPMoE, expert_map: ExpertMap, holds: list[int]) -> None:
+    """Let a module, and those with the same parameters, route by a map, whose experts these hold now."""
+    for module in sharing(moe):
+        module._use_map(expert_map, holds)
+
+
 def check(moe: EPMoE, expert_map: ExpertMap | None) -> ExpertMap:
     """Return the map, that of the home for None, or raise for what this rank cannot do."""
-    layer = moe.layer
-    check_still(moe, "set_expert_map")
+    modules = sharing(moe)
+    for module in modules:
+        check_still(module, "set_expert_map")
     if expert_map is None:
-        expert_map = ExpertMap.home(moe.num_experts, layer.world_size, layer.num_experts)
+        expert_map = ExpertMap.home(moe.num_experts, moe.layer.world_size, moe.layer.num_experts)
     if not isinstance(expert_map, ExpertMap):
         raise TypeError(f"expert_map: wanted an ExpertMap or None, got {type(expert_map).__name__}")
+    for module in modules:
+        _check_module(module, expert_map)
+    moved = {id(t) for t in tensors(moe)}
+    for other in modules[1:]:
+        alone = [n for root in roots(other) for n, t in named_tensors(root).items() if id(t) not in moved]
+        if alone:
+            raise RuntimeError(f"set_expert_map: another EPMoE has parameters of this one, and {alone[0]} of "
+                               f"its own, which would not move: let it have all parameters of this one, or "
+                               f"call set_expert_map of the other if that has all of this one")
+        if other._holds != moe._holds:
+            raise RuntimeError("set_expert_map: another EPMoE got parameters of this one after they had "
+                               "moved, and does not know where its experts are: give it others, call "
+                               "set_expert_map(None), and let the two have the same parameters then")
+    return expert_map
+
+
+def _check_module(moe: EPMoE, expert_map: ExpertMap) -> None:
+    """Raise for a map that a module cannot take, and for parameters that cannot move."""
+    layer = moe.layer
     sizes = expert_map.num_experts, expert_map.num_physical
     if sizes != (moe.num_experts, layer.num_experts):
         raise ValueError(f"expert_map has {sizes[0]} experts and {sizes[1]} physical ones, but this EPMoE "
@@ -486,7 +531,6 @@ def check(moe: EPMoE, expert_map: ExpertMap | None) -> ExpertMap:
         if p.device != layer.device or not p.is_contiguous():
             raise RuntimeError(f"set_expert_map: {name} must be contiguous and on {layer.device}, as it was "
                                f"created")
-    return expert_map
 
 
 def _sources(moe: EPMoE, holds: list[int]) -> list[int]:
@@ -549,7 +593,7 @@ def set_expert_map(moe: EPMoE, expert_map: ExpertMap | None) -> None:
         holds = expert_map.physical_to_logical_map.tolist()
     agree(moe, world, holds)
     if holds != moe._holds:
-        _move(moe, world, _sources(moe, holds), lambda: moe._use_map(expert_map, holds))
+        _move(moe, world, _sources(moe, holds), lambda: route_by(moe, expert_map, holds))
 
 
 def world_of(moe: EPMoE) -> World:
@@ -562,7 +606,7 @@ def world_of(moe: EPMoE) -> World:
 
 def agree(moe: EPMoE, world: World, *arguments: object) -> None:
     """Raise EpMismatch on all ranks, if they pass different arguments or modules.  Collective."""
-    moved = [(p.shape, p.dtype) for p in tensors(moe)]
+    moved = [(p.shape, p.dtype) for p in tensors(moe)], len(sharing(moe))
     digests = world.exchange(hashlib.sha256(repr((moe._holds, moved, arguments)).encode()).digest())
     for rank, its in enumerate(digests):
         if its != digests[0]:
