@@ -178,6 +178,18 @@ def test_transformers_mxfp4_experts_mistakes():
         epmoe.EPMoE.from_experts(experts, topk=2)
 
 
+def test_transformers_experts_in_32_bits_become_modules_of_another_dtype():
+    """4 bits need it."""
+    experts = gpt_oss().float().model.layers[0].mlp.experts
+    with pytest.raises(TypeError, match="dtype torch.float32 with weights in MXFP4"):
+        epmoe.EPMoE.from_experts(experts, max_tokens=8, weight_dtype="mxfp4")
+    moe = epmoe.EPMoE.from_experts(experts, max_tokens=8, weight_dtype="mxfp4", dtype=torch.float16)
+    assert moe.layer.dtype == moe.down_proj_bias.dtype == torch.float16
+    want = four_bit.quantize(four_bit.Mxfp4(), experts.down_proj.detach().mT, torch.float16)
+    assert same(moe.down_proj.detach(), want.numbers)
+    moe.finalize()
+
+
 def test_transformers_modules_of_one_shape_have_the_same_options():
     """Those of the module, and not only those of the layer that they share."""
     E4M3 = torch.float8_e4m3fn

@@ -482,8 +482,8 @@ def _made(cls, experts, ep_group, whole, topk, options):
         dtype = getattr(getattr(experts, "config", None), "dtype", None) or torch.bfloat16
         options = {"weight_dtype": "mxfp4" if is_mxfp4(experts) else torch.float8_e4m3fn} | options
         inner *= 1 + is_mxfp4(experts)  # two numbers in a byte
-    return cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), dtype=dtype,
-               bias="down_proj_bias" in whole, **options)
+    options = {"dtype": dtype, "bias": "down_proj_bias" in whole} | options
+    return cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), **options)
 
 
 def _loaded(moe, experts):
