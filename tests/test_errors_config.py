@@ -8,6 +8,7 @@ import epmoe.env
 from cases import (
     MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, keep, make_layer, outcome,
 )
+from epmoe.a2a.base import NO_CONFIG
 from epmoe.comm.validation import agree
 
 GOOD = {"max_tokens": 8, "hidden": 16, "topk": 2, "num_tot_experts": 12, "dtype": torch.bfloat16}
@@ -213,6 +214,12 @@ def test_errors_inherit_builtin_exceptions():
         cls = getattr(epmoe, name)
         assert issubclass(cls, epmoe.EpError) and issubclass(cls, RuntimeError)
         assert issubclass(cls, builtins.get(cls, RuntimeError))
+
+
+def test_errors_config_that_nobody_has_checked():
+    """Questions about it have an answer, and no number is divided by zero."""
+    assert not epmoe._C.layer_has_many_rows(NO_CONFIG._replace(ranks=0, num_experts=4, topk=2, max_tokens=9))
+    assert epmoe._C.layer_decodes(NO_CONFIG)
 
 
 def make_layers_until_error(world, device):

@@ -25,6 +25,7 @@ uint64_t ep_layer_expected_rows(const EpShape *s) { return (uint64_t)s->max_toke
 
 /* With few rows only the GEMM without communication has kernels for small M. */
 bool ep_layer_has_many_rows(const EpShape *s) {
+    if (!s->num_ranks) return false; /* nobody has checked this configuration */
     return ep_layer_expected_rows(s) > (uint64_t)EP_GEMM_FEW_ROWS * ep_num_local_experts(s);
 }
 
