@@ -45,6 +45,43 @@ def test_moe_traced_calls_are_right(ranks, how, capacity):
         assert same == [True, True, True]
 
 
+def refused(world, device, options):
+    """The outcomes of traces on all ranks and on one, and after each whether a normal call is right."""
+    moe = epmoe.EPMoE(64, 64, 2 * world.size, 2, world, max_tokens=1024, device=device, **options)
+    keep(world, moe)
+    if "compute_dtype" not in options:
+        moe.add_adapter("a", 8, 16)
+        moe.set_adapter("a")
+    g = generator(5, world.rank)
+    x = torch.randn(8, 64, generator=g).bfloat16().to(device)
+    idx = torch.rand(8, 2 * world.size, generator=g).topk(2).indices.to(device)
+    args, found = (x, idx, torch.rand(8, 2, generator=g).to(device)), []
+    with torch.no_grad():
+        want = moe(*args)
+        for of_all in (True, False):
+            for trace in (lambda: torch.jit.trace(moe, args, check_trace=False), lambda: make_fx(moe)(*args)):
+                traces = of_all or world.rank == 0
+                found.append(outcome(lambda: (trace() if traces else moe(*args)) is None, moe.layer))
+                found.append(torch.equal(moe(*args), want))
+    moe.layer.synchronize()
+    moe.finalize()
+    return found
+
+
+@pytest.mark.parametrize("options", [{"compute_dtype": torch.float8_e4m3fn},
+                                     {"compute_dtype": torch.float8_e4m3fn, "weight_dtype": "mxfp4"},
+                                     {}, {"weight_dtype": "mxfp4"}], ids=str)
+def test_moe_traced_with_what_tracers_do_not_see(ranks, options):
+    """make_fx would give a program that returns other numbers."""
+    results = ranks.isolated(refused, options, world_size=2, timeout_s=HANG_S)
+    outcomes = list(zip(*results))
+    for got in outcomes[0], outcomes[2]:
+        check_outcomes(got, "NotImplementedError", "take torch.compile")
+    for got in outcomes[4], outcomes[6]:
+        check_outcomes(got, ["NotImplementedError"] + ["PeerError"] * (len(results) - 1))
+    assert all(all(is_right) for is_right in outcomes[1::2])
+
+
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype, strict", [(torch.float32, False), (torch.bfloat16, True)])
 def test_moe_is_not_exported(dtype, strict):

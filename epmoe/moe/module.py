@@ -25,7 +25,8 @@ from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import aligned, grouped_gemm, is_transposed
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
-from ..torch_modes import check_recordable, is_transformed, is_watched, join_backward, without_dynamo
+from ..torch_modes import check_recordable, is_traced, is_transformed, is_watched, join_backward
+from ..torch_modes import without_dynamo
 from . import balance as balancing, checkpoint, chunks, decode as decoding, experts as experts_ops
 from . import formats, fp8, fp8_training
 from . import guards, lora, lora_products, move as moving, numerics, placement, shards, statistics
@@ -667,6 +668,8 @@ class EPMoE(nn.Module):
                 wanted or a compiler traces, for gradients of experts after set_expert_map, where
                 DistributedDataParallel or FSDP1 has taken the experts for copies, and for parameters without
                 a main_grad that fits.
+            NotImplementedError: On this rank, inside of a transform of torch.func, for a tensor with a
+                tangent, and where torch.jit.trace or make_fx traces compute_dtype in FP8 or an adapter.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As EPAll2AllLayer.preprocess.
             EpOverflow: As EPAll2AllLayer.preprocess.
@@ -695,6 +698,10 @@ class EPMoE(nn.Module):
             if ddp is not None and id(ddp) != self._checked_ddp:
                 self._check_ddp(ddp)
             watched = is_watched()
+            if watched and (self.computes_fp8 or has_adapter) and is_traced():
+                what = "an adapter" if has_adapter else "compute_dtype in FP8"
+                raise NotImplementedError(f"torch.jit.trace and make_fx with {what}: what they make would be "
+                                          f"wrong: take torch.compile, which runs the module as it is")
             tokens, topk_idx, topk_weights = as_rows(layer, x, topk_idx, topk_weights)
             if torch.is_autocast_enabled(layer.device.type) and tokens.dtype.is_floating_point:
                 tokens = tokens.to(layer.dtype)
