@@ -189,6 +189,8 @@ def test_wrong_arguments():
             (ValueError, r"b_scale: wanted \[2", {"b_scale": scales.mT}),
             (ValueError, "b_zero: wanted", {"b_zero": zeros[..., :1]}),
             (TypeError, "b_zero: wanted torch.uint8", {"b_zero": zeros.int()}),
+            (ValueError, "b_scale: wanted a tensor on cpu.* got one on meta", {"b_scale": scales.to("meta")}),
+            (ValueError, "b_zero: wanted a tensor on cpu.* got one on meta", {"b_zero": zeros.to("meta")}),
             (ValueError, "none for MXFP4", {"b_scale": torch.zeros_like(zeros)}),
             (TypeError, "weights: wanted a floating-point dtype", {"b_scale": None, "b_zero": None}),
             (TypeError, "out_dtype", {"out_dtype": torch.float16})):

@@ -545,6 +545,10 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
             raise RuntimeError(NO_GRADIENT_4)
         scale, zero = cast(Tensor, b_scale), b_zero
         format_of(weight, scale, zero, x.dtype)  # raises
+        for name, t in (("b_scale", scale), ("b_zero", zero)):
+            if t is not None and t.device != x.device:
+                raise ValueError(f"{name}: wanted a tensor on {x.device}, where the rows are, got one on "
+                                 f"{t.device}")
         of_four = (x, weight.contiguous(), offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32),
                    None, scale.contiguous())
         return call("grouped_gemm", of_four, FORWARD, number, portable, None, alpha, limit, expected,
