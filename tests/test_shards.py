@@ -1,5 +1,7 @@
 """State dicts, DCP, gradient clipping, GradScaler and FSDP2 of a model with experts on several ranks."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +99,49 @@ def test_shards_whole_model_and_optimizer_in_and_out(tmp_path, how):
     whole = process_ranks(_save, 2, "ddp", str(tmp_path))[0]
     for wanted, got in zip(whole, process_ranks(_whole, 4, how, whole)[0], strict=True):
         assert all(torch.equal(t, got[n]) for n, t in wanted.items())
+
+
+def _adagrad(rank, world_size, path, saves):
+    """Save or load an Adagrad, which has states before its first step.  Returns that of a weight."""
+    model, trained = make("ddp")
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.01)
+    if saves:
+        trained(tokens(rank)).square().mean().backward()
+        optimizer.step()
+        dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    else:
+        state = state_of(model, optimizer)
+        dcp.load(state, checkpoint_id=path)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    close(model)
+    return optimizer.state[model.moe.down_proj]["sum"]
+
+
+def test_shards_optimizer_with_states_before_its_first_step_loads_on_other_numbers_of_ranks(tmp_path):
+    want = torch.cat(process_ranks(_adagrad, 2, str(tmp_path), True))
+    assert want.any()
+    for num_ranks in 2, 1:
+        assert torch.equal(torch.cat(process_ranks(_adagrad, num_ranks, str(tmp_path), False)), want)
+
+
+def _copied(rank, world_size):
+    """Copy a module and its optimizer, where a rank has as many places as there are experts."""
+    moe = epmoe.EPMoE(8, 16, 4, 2, num_physical=8, max_tokens=4, dtype=torch.float32, device="cpu")
+    optimizer = torch.optim.SGD(moe.parameters(), 0.1, momentum=0.5)
+    moe(torch.ones(4, 8), torch.arange(8).view(4, 2) % 4, torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    copied, its = copy.deepcopy((moe, optimizer))
+    for p in copied.parameters():
+        p.grad = torch.zeros_like(p)
+    its.step()
+    states = [o.state[m.down_proj]["momentum_buffer"] for m, o in ((moe, optimizer), (copied, its))]
+    moe.finalize()
+    return states
+
+
+def test_shards_copy_of_an_optimizer_keeps_its_states():
+    for state, copied in process_ranks(_copied, 2):
+        assert state.any() and torch.equal(copied, 0.5 * state)
 
 
 def _own_files(rank, world_size, path):

@@ -14,11 +14,12 @@ and parameters without experts.
 | torch.nn.utils.clip_grad._get_total_norm | the norm is over the experts of all ranks |
 | torch.nn.utils.clip_grad._clip_grads_with_norm_ | gradients on different meshes are scaled apart |
 | torch.amp.GradScaler.unscale_, ._check_inf_per_device | an infinity on one rank counts on all ranks |
+| torch.optim.Optimizer.state_dict, .load_state_dict | what a first step adds (shards.teach) |
 | FSDPParam.__init__ of FSDP2 | sharding over ranks with different experts is an error |
 
-The first four are wrapped when a process creates its first EPMoE of several ranks.  FSDPParam is wrapped when
-fully_shard visits an EPMoE whose parameters it may not shard over all ranks.  With EPMOE_WRAP_TORCH=0 nothing
-is wrapped.
+All but the last are wrapped when a process creates its first EPMoE of several ranks.  FSDPParam is wrapped
+when fully_shard visits an EPMoE whose parameters it may not shard over all ranks.  With EPMOE_WRAP_TORCH=0
+nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -148,11 +149,13 @@ def install() -> None:
         if _is_installed or not _may_wrap():
             return
         # The public names beside the private ones are what users have imported already, too late to wrap.
-        scaler = torch.amp.GradScaler
+        scaler, optimizer = torch.amp.GradScaler, torch.optim.Optimizer
         for owner, name, wrap in ((clip_grad, "_get_total_norm", _over_experts),
                                   (clip_grad, "_clip_grads_with_norm_", _mesh_by_mesh),
                                   (scaler, "unscale_", _of_all_ranks),
-                                  (scaler, "_check_inf_per_device", _of_all_ranks)):
+                                  (scaler, "_check_inf_per_device", _of_all_ranks),
+                                  (optimizer, "state_dict", _knowing_experts),
+                                  (optimizer, "load_state_dict", _knowing_experts)):
             setattr(owner, name, wrap(getattr(owner, name)))
         _is_installed = True
 
@@ -261,5 +264,16 @@ def _of_all_ranks(find_infinities: Callable[..., Any]) -> Callable[..., Any]:
                 for t in own:
                     t.copy_(of_ranks(moe, total).amax())
         return found
+
+    return wrapper
+
+
+def _knowing_experts(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of Optimizer.  Adagrad has states before its first step."""
+
+    @functools.wraps(method)
+    def wrapper(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        shards.teach(self)
+        return method(self, *args, **kwargs)
 
     return wrapper

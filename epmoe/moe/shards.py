@@ -434,10 +434,12 @@ def _before_load_state_dict(optimizer: torch.optim.Optimizer, state_dict: StateD
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let the state dict of an optimizer hold the states of experts as DTensors, from its first step on.
+    """A hook that torch calls before each step of each optimizer."""
+    teach(optimizer)
 
-    torch calls it before each step of each optimizer.
-    """
+
+def teach(optimizer: torch.optim.Optimizer) -> None:
+    """Let the state dict of an optimizer hold the states of experts as DTensors, from now on."""
     if "_knows_experts" not in optimizer.__dict__:
         _teach(optimizer)
 
@@ -458,9 +460,11 @@ def _teach(optimizer: Any) -> None:
     optimizer._knows_experts = True
     optimizer.register_state_dict_post_hook(_after_state_dict)
     optimizer.register_load_state_dict_pre_hook(_before_load_state_dict)
-    for moe, p in mine:  # a state that was loaded before the first step
+    for moe, p in mine:  # a state that was loaded before, or is this rank's own, as in a deep copy
         if p in optimizer.state:
-            own = tree_map_only(torch.Tensor, lambda t: own_part(moe, t, p), optimizer.state[p])
+            own = tree_map_only(
+                torch.Tensor, lambda t: t if t.shape == p.shape and is_dtensor(t) == is_dtensor(p)
+                else own_part(moe, t, p), optimizer.state[p])
             optimizer.state[p] = own
 
 
