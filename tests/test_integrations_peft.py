@@ -338,7 +338,8 @@ def outcome(call):
 
 
 def state_of(model):
-    return [(n, p.requires_grad) for n, p in model.named_parameters()]
+    return ([(n, p.requires_grad) for n, p in model.named_parameters()],
+            [m.active_adapter for m in model.modules() if isinstance(m, epmoe.EPMoE)])
 
 
 def _errors(rank, world_size, folder):
@@ -388,6 +389,14 @@ def _errors(rank, world_size, folder):
         first, second = model(input_ids=ids)[0], set_lora(model, "default") or model(input_ids=ids)[0]
     close(first, second, "two adapters", 1e-2)
 
+    last = [m for m in model.modules() if isinstance(m, epmoe.EPMoE)][-1]
+    last.merge_adapter()
+    before = state_of(model)
+    note("set while merged", lambda: set_lora(model, "second"))
+    note("added while merged", lambda: add_lora(model, config_for("qwen3_moe"), "third"))
+    last.unmerge_adapter()
+    set_lora(model, "second")
+
     # peft's own functions on spread experts, and spread_experts after peft
     other = get_peft_model(spread("qwen3_moe"), config_for("qwen3_moe"))
     found["ddp"] = outcome(lambda: epmoe.prepare_ddp(other))
@@ -432,6 +441,8 @@ def test_integrations_peft_errors(tmp_path):
             "not saved": ("ValueError", "no adapter 'absent'"),
             "no file": ("FileNotFoundError", "has no adapter_config.json"),
             "taken": ("ValueError", "has an adapter 'default' already"),
+            "set while merged": ("RuntimeError", "set_lora: .* hold the adapter 'default' now"),
+            "added while merged": ("RuntimeError", "add_lora: .* hold the adapter 'default' now"),
             "less dense": ("ValueError", "does not fit the model: missing .*q_proj"),
             "more": ("ValueError", "does not fit the model: .* unexpected .*norm.lora_A"),
             "less experts": ("ValueError", "wanted tensors with the ranks"),

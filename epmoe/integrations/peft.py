@@ -72,6 +72,7 @@ def add_lora(model: torch.nn.Module, config: LoraConfig, adapter_name: str = "de
     Raises:
         ValueError: On this rank, for a field that the experts do not have, targets that are not in the
             model, two weights of a module with different lora_alpha / r, and a name that is taken.
+        RuntimeError: On this rank, while an adapter is merged in any of the experts.
         TypeError: On this rank, where config is no LoraConfig, or the model is one of peft.
         PeerError: On the other ranks, when one rank raises one of these.
         EpMismatch: On all ranks, when they pass different configurations.
@@ -112,6 +113,7 @@ def set_lora(model: torch.nn.Module, adapter_name: str | None) -> None:
 
     Raises:
         ValueError: On this rank, for a name that no adapter has.
+        RuntimeError: On this rank, while an adapter is merged in any of the experts.
         EpError: As EPMoE.set_adapter.
 
     Examples:
@@ -131,6 +133,7 @@ def set_lora(model: torch.nn.Module, adapter_name: str | None) -> None:
     with together(_world_of(experts)):
         if adapter_name is not None:
             _config_of(model, adapter_name)
+        _check_unmerged(experts, "set_lora")
     for moe in experts.values():
         moe.set_adapter(adapter_name if adapter_name in lora.adapters_of(moe) else None)
     for module in _tuned(model):
@@ -282,6 +285,12 @@ def _world_of(experts):
     return next(iter(experts.values())).layer.world
 
 
+def _check_unmerged(experts, what):
+    """Raise RuntimeError where an adapter is merged, before any of the experts has another adapter."""
+    for moe in experts.values():
+        lora.check_unmerged(moe, what)
+
+
 def _configs_of(model):
     """Return {name of an adapter: its LoraConfig}, which is kept in the model."""
     return model.__dict__.setdefault("_epmoe_lora", {})
@@ -322,6 +331,7 @@ def _add(model, config, adapter_name, add, state=None):
     with together(world):
         if not isinstance(config, LoraConfig):
             raise TypeError(f"wanted a LoraConfig of peft, got {type(config).__name__}")
+        _check_unmerged(experts, "add_lora")
         config = copy.deepcopy(config)
         # peft does this first, too: the target_modules gate_proj, up_proj and down_proj of transformers 4
         # become the target_parameters gate_up_proj, with twice the r and lora_alpha, and down_proj.
