@@ -237,14 +237,14 @@ def _check_sizes(moe: EPMoE, r: Any, alpha: Any, targets: Any, dropout: Any,
     return r, alpha, tuple(name for name in WEIGHTS if name in given), dropout, dtype
 
 
-def _add(moe: EPMoE, name: Any, r: Any, alpha: Any, targets: Any, dropout: Any, dtype: Any) -> Adapter:
-    """Check the arguments, and add an adapter."""
+def _add(moe: EPMoE, name: Any, r: Any, alpha: Any, targets: Any, dropout: Any, dtype: Any,
+         seed: int) -> Adapter:
+    """Check the arguments, and add an adapter.  seed: of its numbers; see Adapter.fill."""
     what = "add_adapter"
     _check_module(moe, what)
     if check_name(name) in adapters_of(moe):
         raise ValueError(f"{what}: this EPMoE has an adapter {name!r} already")
     numbers = _check_sizes(moe, r, alpha, targets, dropout, dtype)
-    seed = int(torch.randint(1 << 40, (), device="cpu"))
     with torch.inference_mode(False), torch.no_grad():
         adapter = Adapter(moe, *numbers)
         adapter.fill(seed, moe._held)
@@ -465,10 +465,10 @@ def add_adapter(moe: EPMoE, name: str, r: int, alpha: float,
     References:
         Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021; target_parameters of peft.
     """
-    adapter = None
+    adapter, seed = None, int(torch.randint(1 << 40, (), device="cpu"))  # also on a rank that then fails
     try:
         with together(moe.layer.world):
-            adapter = _add(moe, name, r, alpha, targets, dropout, dtype)
+            adapter = _add(moe, name, r, alpha, targets, dropout, dtype, seed)
         agree(moe.layer.world, f"add_adapter({name!r}, r={adapter.r}, alpha={adapter.alpha}, targets="
                                f"{adapter.targets}, dropout={adapter.dropout}, dtype={dtype})")
     except BaseException:
@@ -746,7 +746,7 @@ def load_adapter(moe: EPMoE, name: str, state: Mapping[str, Tensor], *, alpha: f
                 raise ValueError(f"{what}: the adapter {name!r} has alpha = {old.alpha}, not {alpha}: "
                                  f"leave alpha out, or remove_adapter first")
             if old is None:
-                old = _add(moe, name, r, alpha, tuple(whole), dropout, dtype)
+                old = _add(moe, name, r, alpha, tuple(whole), dropout, dtype, 0)  # overwritten below
                 is_new = True
         agree(moe.layer.world, f"load_adapter({name!r}, r={r}, alpha={old.alpha}, targets="
                                f"{old.targets}, dropout={old.dropout}, dtype={dtype})")
