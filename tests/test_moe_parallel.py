@@ -428,6 +428,27 @@ def test_moe_load_state_dict_says_which_experts_it_wants():
         assert f"moe of rank {rank} has the experts {2 * rank} to {2 * rank + 1} of 4" in str(got), got
 
 
+@pytest.mark.parametrize("part", ["router", "adapters"])
+def test_moe_load_state_dict_without_the_experts_is_a_matter_of_strict(part):
+    def main(world):
+        model = make(world)
+        model.moe.add_adapter("a", 2, 2)
+        before = copies(dict(model.named_parameters()))
+        state = {name: torch.full_like(t, 7) for name, t in before.items() if part in name}
+        missing = model.load_state_dict(state, strict=False).missing_keys
+        got = copies(dict(model.named_parameters())), sorted(missing)
+        strict = outcome(lambda: model.load_state_dict(state))
+        some = outcome(lambda: model.load_state_dict(state | {"moe.down_proj": before["moe.down_proj"]},
+                                                     strict=False))
+        model.moe.finalize()
+        return got, (before | state, sorted(before.keys() - state.keys())), strict, some
+
+    for (got, missing), (want, lacks), strict, some in run_threads(main, 2):
+        assert same(got, want) and missing == lacks
+        assert "Missing key(s) in state_dict" in strict.text and "Nothing of it" not in strict.text
+        assert "Missing: moe.gate_up_proj" in some.text and "Nothing of it was loaded" in some.text, some
+
+
 # ---- the experts' parameters ----
 
 

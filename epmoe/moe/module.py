@@ -1182,6 +1182,7 @@ class EPMoE(nn.Module):
         with checkpoint.Staged(self) as staged:
             left, loaded = checkpoint.load_experts(self, state_dict, prefix, missing, errors)
             own = shards.own_entries(self, self, left, prefix, metadata, errors, checkpoint.saved(self))
+            is_absent = not loaded and all("." in key[len(prefix):] for key in own)  # but for adapters
             if not loaded:
                 left = checkpoint.read_weights(self, own, prefix, left, missing, errors)
             own |= loaded
@@ -1189,15 +1190,20 @@ class EPMoE(nn.Module):
             super()._load_from_state_dict(left | own if own else left, prefix, metadata, strict, missing,
                                           unexpected, errors)
             after = len(errors), len(missing), len(unexpected)
-            is_right = after == before if strict else after[0] == before[0]
+            # missing altogether is a matter of `strict`, which torch does not tell
+            is_right = (after[::2] == before[::2] if is_absent else after == before) if strict else (
+                after[0] == before[0])
             below = checkpoint.below(self, prefix)
             wrong = {key for key, p in below.items() if not checkpoint.fits(state_dict.get(key), p)}
-            if is_right and not wrong:
+            if is_right and not wrong and not is_absent:
                 staged.keep()
-        if not is_right or wrong:  # an error for missing keys, too: nobody may forgive them now
+        if not is_right or wrong:  # an error where some keys are missing, too: nobody may forgive them now
             # The modules below load what they hold, except what is wrong, which torch then reports.
             state_dict.update({key: p for key, p in below.items() if key in state_dict and key not in wrong})
-            errors.append(f"{shards.which_experts(self, prefix)}  Nothing of it was loaded.")
+            lacks = missing[before[1]:after[1]]
+            few = f"{', '.join(lacks[:2])}{', ..' if len(lacks) > 2 else ''}"
+            errors.append(f"{shards.which_experts(self, prefix)}  {f'Missing: {few}.  ' if lacks else ''}"
+                          f"Nothing of it was loaded.")
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Return {key of state dicts that is no parameter: attribute below which it is found}.
