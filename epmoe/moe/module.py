@@ -1189,10 +1189,11 @@ class EPMoE(nn.Module):
             state_dict.update(own)  # in place, because the modules below load from it later
             super()._load_from_state_dict(left | own if own else left, prefix, metadata, strict, missing,
                                           unexpected, errors)
-            after = len(errors), len(missing), len(unexpected)
-            # missing altogether is a matter of `strict`, which torch does not tell
-            is_right = (after[::2] == before[::2] if is_absent else after == before) if strict else (
-                after[0] == before[0])
+            new_errors, lacks, others = (
+                of_call[n:] for of_call, n in zip((errors, missing, unexpected), before))
+            # Experts that are missing altogether are a matter of the caller's `strict`, which torch does not
+            # tell: it passes True to all modules below the root.
+            is_right = not new_errors and (not strict or not others and (is_absent or not lacks))
             below = checkpoint.below(self, prefix)
             wrong = {key for key, p in below.items() if not checkpoint.fits(state_dict.get(key), p)}
             if is_right and not wrong and not is_absent:
@@ -1200,7 +1201,6 @@ class EPMoE(nn.Module):
         if not is_right or wrong:  # an error where some keys are missing, too: nobody may forgive them now
             # The modules below load what they hold, except what is wrong, which torch then reports.
             state_dict.update({key: p for key, p in below.items() if key in state_dict and key not in wrong})
-            lacks = missing[before[1]:after[1]]
             few = f"{', '.join(lacks[:2])}{', ..' if len(lacks) > 2 else ''}"
             errors.append(f"{shards.which_experts(self, prefix)}  {f'Missing: {few}.  ' if lacks else ''}"
                           f"Nothing of it was loaded.")

@@ -221,7 +221,7 @@ class Buffer(LowLatency, Settings):
             if len(x) > most:
                 raise ValueError(f"num_worst_tokens {num_worst_tokens}: must be at least {self.group_size} "
                                  f"times the tokens of a rank, and x has {len(x)}")
-        except Exception as error:
+        except Exception as error:  # weights have the shape of the indices
             self._refuse_dispatch(error, num_worst_tokens, x, topk_idx, topk_idx, scales)
         routes = self._worst.at_least(most, self._make_worst) if num_worst_tokens else None
         num_local = len(num_tokens_per_expert) // self.group_size
