@@ -19,8 +19,8 @@ import epmoe
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
 from . import (a2a, ablation, decode, decode_w4, features, gemm, gemm_fp8, growth, host, layer, layer_fp8,
-               layer_w4, lora, move, nodes, numerics, overlap, report, scale, side, sm, tokens, train,
-               transformers, worklog)
+               layer_w4, lora, move, nodes, numerics, overlap, replicas, report, scale, side, sm, tokens,
+               train, transformers, worklog)
 from .run import Run
 from .shapes import KNOWN_SHAPES
 
@@ -41,6 +41,7 @@ BENCHES = {
     "lora": (lora, "LoRA: a training step, several adapters, decoding, beside full training, torch and peft"),
     "numerics": (numerics, "what rank_invariant costs: a training step, the forward, decode layers"),
     "move": (move, "calls while experts move to other places: their times, and the longest of them"),
+    "replicas": (replicas, "skewed routings with and without replicas of hot experts: decoding, forwards"),
     "transformers": (transformers, "experts of transformers in one process, by each experts_implementation"),
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
@@ -103,8 +104,9 @@ def parse(argv):
         s.add_argument("--tokens", type=numbers, metavar="T,T,...",
                        help="decode: the numbers of tokens of a rank to measure")
         s.add_argument("--skew", type=skews, metavar="S,S,...",
-                       help="a2a, layer, train, decode: measure also routings whose fullest rank has S times "
-                            "the mean number of rows, and their time over that of the uniform routing")
+                       help="a2a, layer, train, decode, replicas: measure also routings whose fullest rank "
+                            "has S times the mean number of rows, and their time over that of the uniform "
+                            "routing; default of replicas: 1.5,2,3")
         s.add_argument("--balance", type=positive, nargs="?", const=epmoe.Balance().slots, metavar="SLOTS",
                        help="train: also EPMoE with balance, with so many helper slots (default: "
                             f"{epmoe.Balance().slots}); with --skew it shows what the help brings")
@@ -137,8 +139,8 @@ def parse(argv):
         p.error(f"--num-sm: leave it out for {options.bench}, which moves no tokens between ranks")
     if options.bench not in ("decode", "all") and options.tokens:
         p.error("--tokens: only decode takes it")
-    if options.bench not in ("a2a", "layer", "train", "decode", "all") and options.skew:
-        p.error("--skew: only a2a, layer, train and decode take it")
+    if options.bench not in ("a2a", "layer", "train", "decode", "replicas", "all") and options.skew:
+        p.error("--skew: only a2a, layer, train, decode and replicas take it")
     if options.bench not in ("train", "all") and options.balance:
         p.error("--balance: only train takes it")
     if options.w4 and options.skew:

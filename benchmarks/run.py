@@ -109,13 +109,15 @@ class Run:
                          f"ranks")
         return [s for s in found if s.experts % self.size == 0]
 
-    def with_skews(self, shapes):
-        """Return the shapes, each followed by itself with each skew of --skew that its ranks can have."""
+    def with_skews(self, shapes, default=()):
+        """Return the shapes, each followed by itself with each skew of --skew, or the default, that its ranks
+        can have.
+        """
         found = []
         for shape in shapes:
             found.append(shape)
             most = routing.most_skew(shape, self.size)
-            for skew in self.options.skew or ():
+            for skew in self.options.skew or default:
                 if skew <= most:
                     found.append(dataclasses.replace(shape, skew=skew))
                 else:

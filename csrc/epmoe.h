@@ -423,6 +423,16 @@ typedef struct {
 } EpMapChoices;
 int ep_map_choices(const EpMapChoices *a, void *stream);
 
+/* What follows from the logical expert that each physical one holds: its replicas, and the table that
+ * ep_map_choices reads. All tensors are in host memory. */
+typedef struct {
+    const EpTensor *held; /* i64 [P]: logical experts, or -1 for none. Each of the E is held at least once */
+    const EpTensor *replicas; /* i64 [E][R]: in ascending order, then -1. R is P - E + 1 */
+    const EpTensor *count;    /* i64 [E]: the number of replicas */
+    const EpTensor *table;    /* i32 [E + 4][1 + R] */
+} EpExpertMap;
+int ep_fill_expert_map(const EpExpertMap *a);
+
 /* ---- rows to FP8: local to a rank ---- */
 
 typedef struct {

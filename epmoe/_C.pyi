@@ -234,6 +234,9 @@ def activation(
 # The physical experts of choices, int32 [T, K].  table: [E + 4, 1 + R]; see csrc/protocol/expert_map.h.
 def map_choices(topk_idx: Tensor, table: Tensor, out: Tensor, rank: int, /) -> None: ...
 
+# From held, int64 [P]: replicas, int64 [E, R]; count, int64 [E]; and the table.  All on the CPU.
+def fill_expert_map(held: Tensor, replicas: Tensor, count: Tensor, table: Tensor, /) -> None: ...
+
 # Rows to FP8, after an activation.  q is uint8 here.  scales: [K / 128, M].
 def quantize_fp8(
     activation: int,

@@ -234,6 +234,7 @@ SIGNATURES = {
     "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales flag",
     "expand_fp8": "tensor tensor tensor? fp8_x fp8_scale flag",
     "map_choices": "idx tensor idx small",
+    "fill_expert_map": "tensor tensor tensor tensor",
     "transpose_fp8": "fp8_x fp8_scale plan fp8_x fp8_scale",
     "quantize_fp8_weight": "x fp8_x fp8_x fp8_scale fp8_scale",
     "wgrad_fp8": "fp8_x fp8_x fp8_scale fp8_scale plan plan out seconds",

@@ -72,7 +72,7 @@ def test_bench_skew_refuses_what_distinct_experts_cannot_have(skew):
 
 
 @pytest.mark.parametrize("argv, text", [
-    (["gemm", "--skew", "2"], "--skew: only a2a, layer, train and decode take it"),
+    (["gemm", "--skew", "2"], "--skew: only a2a, layer, train, decode and replicas take it"),
     (["layer", "--w4", "--skew", "2"], "--skew: leave it out with --w4"),
     (["layer", "--skew", "0.9"], "0.9: must be numbers of at least 1"),
     (["layer", "--skew", "2,inf"], "2,inf: must be numbers of at least 1"),

@@ -84,6 +84,17 @@ FAST(map_choices) {
     return ep_done(code);
 }
 
+/* (held, replicas, count, table); see EpExpertMap */
+FAST(fill_expert_map) {
+    EpTensor t[4];
+    EpExpertMap a;
+    WANT(4);
+    const EpTensor **const to[] = {&a.held, &a.replicas, &a.count, &a.table};
+    for (int i = 0; i < 4; i++)
+        if (!ep_get_tensor(args[i], false, &t[i], to[i])) return NULL;
+    return ep_done(ep_fill_expert_map(&a));
+}
+
 /* (tensor): for launches on the current stream of the tensor's device */
 FAST(gemm_has_counter) {
     EpTensor t;
@@ -126,6 +137,6 @@ FAST(expand_fp8) {
     return ep_done(code);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(activation),   METHOD(quantize_fp8),
-                                 METHOD(expand_fp8),   METHOD(map_choices),  METHOD(gemm_has_counter),
-                                 METHOD(device_query), {NULL, NULL, 0, NULL}};
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm),     METHOD(activation),   METHOD(quantize_fp8),
+                                 METHOD(expand_fp8),       METHOD(map_choices),  METHOD(fill_expert_map),
+                                 METHOD(gemm_has_counter), METHOD(device_query), {NULL, NULL, 0, NULL}};

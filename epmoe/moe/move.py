@@ -127,11 +127,12 @@ class ExpertMove:
         # what the next _begin_round uses; made while copies are on their way
         self._map = self._next_map() if rounds else None
         self._step: Callable[[], Callable[[], Any]] = self._begin_round
-        self._event: torch.cuda.Event | None = None  # after the copies of the present step
-        self._error: Exception | None = None  # that this rank had when it enqueued them
+        self._error: Exception | None = None  # that this rank had when it enqueued the copies of this step
+        self._tensors = tensors(moe)  # as each advance finds them
         self._seen = self._versions()
-        device = moe.layer.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        device, is_cuda = moe.layer.device, moe.layer.device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._event = torch.cuda.Event() if is_cuda else None  # after the copies of this step
 
     def advance(self) -> bool:
         """Do what can be done without waiting for copies.  Collective.
@@ -196,6 +197,7 @@ class ExpertMove:
         try:
             if self._error is not None:
                 raise self._error
+            self._tensors = tensors(self._moe)
             if self._versions() != self._seen:
                 raise RuntimeError("the parameters or buffers of the experts were written or exchanged since "
                                    "the last advance: the move has ended, because it may have copied old "
@@ -219,7 +221,7 @@ class ExpertMove:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Return the address of each tensor of experts, and how often torch has seen it written."""
-        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors(self._moe)]
+        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in self._tensors]
 
     def _begin_round(self) -> Callable[[], Any]:
         """Use the map after the round before, or end; then steps 1 and 2 of the next round."""
@@ -227,7 +229,7 @@ class ExpertMove:
             torch.cuda.current_stream(self._moe.layer.device).wait_stream(self._stream)
         # The copies counted as writes when they were enqueued.  A call since may have made another form of
         # the weights, from what was there before they arrived.
-        mark_written([t for t in tensors(self._moe) if not t.is_inference()])
+        mark_written([t for t in self._tensors if not t.is_inference()])
         assert self._map is not None
         route_by(self._moe, *self._map)
         if self._next == len(self._rounds):
@@ -254,18 +256,16 @@ class ExpertMove:
 
         The next advance raises its error, on all ranks.
         """
-        self._event = None
-        stream, context = self._stream, contextlib.nullcontext()
         try:
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream(self._moe.layer.device))
-            with context if stream is None else torch.cuda.stream(stream):
+            if self._stream is None or self._event is None:
                 copy()
-                if stream is not None:
-                    self._event = torch.cuda.Event()
-                    self._event.record(stream)
-                    for t in tensors(self._moe):
-                        t.record_stream(stream)
+            else:
+                self._stream.wait_stream(torch.cuda.current_stream(self._moe.layer.device))
+                with torch.cuda.stream(self._stream):
+                    copy()
+                self._event.record(self._stream)
+                for t in self._tensors:
+                    t.record_stream(self._stream)
         except Exception as error:
             self._error = error
         self._seen = self._versions()
@@ -300,7 +300,7 @@ class ExpertMove:
     def _rooms_of_tensors(self) -> list[tuple[Tensor, Tensor]]:
         """Return (tensor of this rank's experts, the rooms for its rows) of all tensors."""
         assert self._rooms is not None
-        return [(as_bytes(t.detach()), memory) for t, memory in zip(tensors(self._moe), self._rooms.memory)]
+        return [(as_bytes(t.detach()), memory) for t, memory in zip(self._tensors, self._rooms.memory)]
 
     @property
     def _heap(self) -> SymmetricHeap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import heapq
+import math
 import re
 import threading
 import weakref
@@ -78,7 +79,10 @@ class ExpertMap:
     physical_to_logical_map: Tensor
     logical_to_physical_map: Tensor
     logical_count: Tensor
-    _table: Tensor  # see _set
+    # [E + 4, 1 + P - E + 1], for indices -2 to E + 1: a wrong one, a dropped choice, the experts, a dropped
+    # choice, a wrong one.  See csrc/protocol/expert_map.h.
+    _table: Tensor
+    _memory: Tensor  # of all four tensors
 
     def __init__(self, physical_to_logical_map: Tensor, num_experts: int | None = None) -> None:
         p2l = physical_to_logical_map
@@ -94,30 +98,33 @@ class ExpertMap:
         if wrong is not None:
             raise ValueError(f"physical_to_logical_map: physical expert {wrong} holds expert "
                              f"{logical[wrong]}: must be -1 to {num_experts - 1}")
-        missing = min(set(range(num_experts)) - set(logical), default=None)
+        held = set(logical)
+        missing = next((e for e in range(num_experts) if e not in held), None)
         if missing is not None or not num_experts:
             raise ValueError(f"physical_to_logical_map: no physical expert holds "
                              f"{'any expert' if missing is None else f'expert {missing}'}")
-        held = torch.tensor(logical, dtype=torch.int64, device="cpu")
-        order = held.argsort(stable=True)[int((held < 0).sum()):]  # the places of expert 0, of expert 1, ..
-        counts = torch.bincount(held[order], minlength=num_experts)
-        number = torch.arange(len(order), device="cpu") - (counts.cumsum(0) - counts)[held[order]]
-        rows = held.new_full((num_experts, len(logical) - num_experts + 1), -1)
-        rows[held[order], number] = order
-        self._set(p2l.to(torch.int64, copy=True), rows.to(p2l.device), counts.to(p2l.device))
+        num_bytes = sum(math.prod(shape) * dtype.itemsize
+                        for _, dtype, shape in _layout(num_experts, len(logical)))
+        self._set_memory(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), num_experts, len(logical))
+        self.physical_to_logical_map.copy_(p2l)
+        _C.fill_expert_map(self.physical_to_logical_map, self.logical_to_physical_map, self.logical_count,
+                           self._table)
+        if p2l.device.type != "cpu":
+            self._set_memory(self._memory.to(p2l.device), num_experts, len(logical))
 
-    def _set(self, physical_to_logical: Tensor, logical_to_physical: Tensor, counts: Tensor) -> None:
-        self.num_experts, self.num_physical = len(counts), len(physical_to_logical)
-        self.physical_to_logical_map = physical_to_logical
-        self.logical_to_physical_map = logical_to_physical
-        self.logical_count = counts
-        # For indices -2 to E + 1: a wrong one, a dropped choice, the experts, a dropped choice, a wrong one.
-        # A wrong index stays wrong, so that the layer raises EpIndexError.  See csrc/protocol/expert_map.h.
-        e, most = logical_to_physical.shape
-        self._table = torch.full((e + 4, 1 + most), -1, dtype=torch.int32, device=counts.device)
-        self._table[:, 0] = 1
-        self._table[2:-2, 0], self._table[2:-2, 1:] = counts, logical_to_physical
-        self._table[0, 1], self._table[-1, 1] = -2, self.num_physical + 1
+    def _set_memory(self, memory: Tensor, num_experts: int, num_physical: int) -> None:
+        """Let the tensors be views of memory, [bytes] uint8.  So one copy moves a map to another device."""
+        self.num_experts, self.num_physical, self._memory = num_experts, num_physical, memory
+        at = 0
+        for name, dtype, shape in _layout(num_experts, num_physical):
+            begin, at = at, at + math.prod(shape) * dtype.itemsize
+            setattr(self, name, memory[begin:at].view(dtype).view(shape))
+
+    def __getstate__(self) -> tuple[Tensor, int, int]:
+        return self._memory, self.num_experts, self.num_physical
+
+    def __setstate__(self, state: tuple[Tensor, int, int]) -> None:
+        self._set_memory(*state)  # pickle does not know that tensors share memory
 
     @classmethod
     def home(cls, num_experts: int, num_ranks: int, num_physical: int | None = None) -> ExpertMap:
@@ -167,8 +174,7 @@ class ExpertMap:
             ExpertMap(2 experts, 2 physical, at most 1 replicas)
         """
         copy = object.__new__(type(self))
-        copy._set(*(t.to(device, copy=True) for t in (self.physical_to_logical_map,
-                                                      self.logical_to_physical_map, self.logical_count)))
+        copy._set_memory(self._memory.to(device, copy=True), self.num_experts, self.num_physical)
         return copy
 
     def physical(self, topk_idx: Tensor, rank: int = 0) -> Tensor:
@@ -242,16 +248,24 @@ class ExpertMap:
 
     def _copy_(self, other: ExpertMap) -> None:
         """Take over a map of the same sizes, in place, for captured CUDA graphs.  The host does not wait."""
-        tensors = {name: t for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
-        with writing(tensors.values()):
-            for name, t in tensors.items():
-                source = getattr(other, name)
-                source = source.pin_memory() if t.is_cuda and not source.is_cuda else source
-                t.copy_(source, non_blocking=True)
+        source = other._memory
+        if self._memory.is_cuda and not source.is_cuda:
+            source = source.pin_memory()
+        with writing([self._memory]):
+            self._memory.copy_(source, non_blocking=True)
 
     def __repr__(self) -> str:
         return (f"ExpertMap({self.num_experts} experts, {self.num_physical} physical, at most "
                 f"{int(self.logical_count.max())} replicas)")
+
+
+def _layout(num_experts: int, num_physical: int) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
+    """Return (name, dtype, shape) of the tensors of an ExpertMap."""
+    most = num_physical - num_experts + 1
+    return (("physical_to_logical_map", torch.int64, (num_physical,)),
+            ("logical_to_physical_map", torch.int64, (num_experts, most)),
+            ("logical_count", torch.int64, (num_experts,)),
+            ("_table", torch.int32, (num_experts + 4, 1 + most)))
 
 
 class naming_experts:
