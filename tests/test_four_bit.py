@@ -60,11 +60,8 @@ def test_four_bit_columns_are_multiples_of_the_layout_and_the_group(format, unit
 
 def pair_of(word, i):
     """Pair i of a word of MXFP4, each code in one half: its sign in bit 15, the others in bits 8 to 6."""
-    def rotated(by):
-        return (word << by | word >> (32 - by)) & 0xFFFFFFFF
-    if i == 3:
-        return rotated(12) & 0x00400040 | rotated(4) & 0x81808180
-    return rotated((0, 26, 22)[i]) & 0x81C081C0
+    shifted = (word, word << 4, word << 10 | word >> 22, word << 6 ^ word >> 2)[i]
+    return shifted & 0x81C081C0
 
 
 @pytest.mark.parametrize("format", [Mxfp4(), Int4()], ids=str)
@@ -113,7 +110,7 @@ def test_four_bit_layout_of_scales(format):
         at = n % 64 * in_block + group % in_block
         assert torch.equal(packed[:, n // 64, group // in_block, at], scales[:, n, group])
     assert packed.count_nonzero() == scales.count_nonzero()  # what is past k is 0
-    assert torch.equal(four_bit.unpack_scales(numbers, packed), scales)
+    assert torch.equal(four_bit.unpack_scales(format, numbers, packed), scales)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -526,7 +523,7 @@ def test_four_bit_scales_are_rounded_to_the_dtype_of_the_layer():
     codes, scales, _ = int4_parts(Int4(32), torch.float16, leading=())
     got = four_bit.read_compressed_tensors(Int4(32), words_of(codes), scales, None, torch.bfloat16)
     assert got.scales.dtype == torch.bfloat16
-    assert same(four_bit.unpack_scales(got.numbers, got.scales), scales.bfloat16())
+    assert same(four_bit.unpack_scales(Int4(), got.numbers, got.scales), scales.bfloat16())
     scales = scales.float()
     for bad in (1e6, math.inf, math.nan):
         scales[2, 1] = bad

@@ -1,8 +1,8 @@
 /* four_bit.h - weights of 4 bits: their layout, and what a number of them is. The same for all backends.
  *
  * A weight is a code of 4 bits, and each group of `group` values of k of a row shares a scale:
- *   MXFP4  The code is an E2M1 number: a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6. The scale is the power of two
- *          whose exponent is a byte (E8M0). A group has 32 values.
+ *   MXFP4  The code is an E2M1 number: a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6. The scale is a power of two
+ *          (E8M0), and held as a byte: 2^(byte - 127 - EP_MXFP4_BIAS). A group has 32 values.
  *   INT4   (code - zero) * scale. The scale has the dtype of the rows. Without zeros, each zero is 8.
  * The weight is that number, rounded once to the dtype of the rows. So a product has the same bits as that of
  * the weights in 16 bits.
@@ -19,8 +19,8 @@
  * same, of bytes. K / 256 is rounded up, and what is past K is 0.
  *
  * Exports EpFourBitFormat, EpFourBit, EpExpandParams and ep_four_bit_*.
- * Invariant: a scale of MXFP4 is at most 2: its byte is at most EP_MXFP4_MAX_SCALE. Whoever packs weights
- * checks it, because the exponents of the kernels end there. */
+ * Invariant: the byte of a scale of MXFP4 is EP_MXFP4_BIAS to EP_MXFP4_MAX_SCALE, so a scale is at most 2.
+ * Whoever packs weights checks it, because the exponents of the kernels end there. */
 #ifndef EP_FOUR_BIT_H
 #define EP_FOUR_BIT_H
 #include <string.h>
@@ -30,7 +30,10 @@
 #define EP_FOUR_BIT_UNIT 64u   /* N and K are multiples of this */
 #define EP_FOUR_BIT_BLOCK 256u /* values of k whose scales are next to each other */
 #define EP_MXFP4_GROUP 32u
-#define EP_MXFP4_MAX_SCALE 128u
+/* In bf16, the bits of a code are a number that is too small by 2^126; see ep_mxfp4_pair. So this is added to
+ * the E8M0 byte, and the byte is the exponent of the factor of the code. */
+#define EP_MXFP4_BIAS 126u
+#define EP_MXFP4_MAX_SCALE 254u
 
 typedef enum { EP_MXFP4 = 0, EP_INT4 = 1, EP_NUM_FOUR_BIT_FORMATS } EpFourBitFormat;
 
@@ -66,15 +69,18 @@ EP_PURE uint64_t ep_four_bit_scale(const EpFourBit *w, uint32_t n_size, uint32_t
     const uint64_t row = block * EP_FOUR_BIT_UNIT + n % EP_FOUR_BIT_UNIT;
     return row * (EP_FOUR_BIT_BLOCK / w->group) + k % EP_FOUR_BIT_BLOCK / w->group;
 }
-EP_PURE uint32_t ep_rotate_left(uint32_t word, uint32_t by) { return word << by | word >> (32 - by); }
 /* Pair i of a word of MXFP4, each code in one half: its sign is bit 15, as in bf16, and the others are bits 8
- * to 6, the last ones of the exponent and the first one of the mantissa. */
+ * to 6, the last ones of the exponent and the first one of the mantissa.
+ * The pipe of a GPU for masks and shifts limits the kernel for few rows. A mask and an exclusive or are one
+ * instruction, and a shift to the left may be a multiplication on another pipe. Four pairs take at least four
+ * masks and four shifts, because no four shifts of the eight bits of a pair cover a word; and at least two of
+ * these shifts are not to the left. */
 EP_PURE uint32_t ep_mxfp4_pair(uint32_t word, uint32_t i) {
     const uint32_t all = 0x81c081c0u;
     if (i == 0) return word & all;
-    if (i == 1) return ep_rotate_left(word, 26) & all;
-    if (i == 2) return ep_rotate_left(word, 22) & all;
-    return (ep_rotate_left(word, 12) & 0x00400040u) | (ep_rotate_left(word, 4) & 0x81808180u);
+    if (i == 1) return word << 4 & all;
+    if (i == 2) return (word << 10 | word >> 22) & all;
+    return (word << 6 ^ word >> 2) & all;
 }
 /* The code of value k of row n of an expert, whose weights have k_size columns. */
 EP_PURE uint32_t ep_four_bit_code(const EpFourBit *w, const uint8_t *expert, uint32_t k_size, uint32_t n,
@@ -96,9 +102,9 @@ EP_PURE float ep_four_bit_e2m1(uint32_t code) {
     const float magnitude = 0.5f * (float)halves;
     return code & 8 ? -magnitude : magnitude;
 }
-/* A weight of MXFP4 as float32: exactly. */
+/* A weight of MXFP4 as float32: exactly. scale: the byte of its scale. */
 EP_PURE float ep_four_bit_mxfp4(uint32_t code, uint32_t scale) {
-    const uint32_t bits = scale ? scale << 23 : 1u << 22; /* 2^-127 is subnormal */
+    const uint32_t bits = scale > EP_MXFP4_BIAS ? (scale - EP_MXFP4_BIAS) << 23 : 1u << 22; /* subnormal */
     float power;
     memcpy(&power, &bits, 4);
     return ep_four_bit_e2m1(code) * power;

@@ -199,12 +199,11 @@ def _last(order: list[int], num_dims: int) -> list[int]:
 
 # In bf16, the sign of E2M1 is bit 15, and its other bits, as the last ones of the exponent and the first one
 # of the mantissa, are bits 8 to 6.  A word of MXFP4 has four pairs of codes, so that a kernel gets a pair,
-# each code at these bits of one half of a word, with few instructions: the word rotated to the right by 0, 6
-# and 10 has the bits of pairs 0 to 2, and rotated to the left by 12 the mantissas of pair 3, and by 4 its
-# other bits.
+# each code at these bits of one half of a word, with few instructions: see csrc/protocol/four_bit.h.
 # Words are int32 here: a shift to the right copies the sign, so that the copies are masked.
-_MANTISSAS, _OTHERS = 0x00400040, 0x81808180 - 2**32
-_RIGHT = 0, 6, 10
+_PAIR = 0x81C081C0 - 2**32
+_ROTATIONS = 0, 4, 10  # to the left, of a word: pairs 0 to 2
+_BIAS = 126  # EP_MXFP4_BIAS
 
 
 def _rotate_left(words: Tensor, by: int) -> Tensor:
@@ -212,21 +211,35 @@ def _rotate_left(words: Tensor, by: int) -> Tensor:
     return words << by | words >> (32 - by) & (1 << by) - 1 if by else words
 
 
+def _shift_right(words: Tensor, by: int) -> Tensor:
+    """Shift words, int32, as if they had no sign."""
+    return words >> by & (1 << 32 - by) - 1
+
+
+def _last_pair(word: Tensor) -> Tensor:
+    return (word << 6 ^ _shift_right(word, 2)) & _PAIR
+
+
 def _scatter(codes: Tensor) -> Tensor:
     """Return pairs of codes, uint8 [.., 8], halves first, as words of MXFP4, uint8 [.., 4]."""
     both = (codes[..., :4] | codes[..., 4:] << 4).int()
     pairs = (both & 0x8) << 12 | (both & 0x7) << 6 | (both & 0x80) << 24 | (both & 0x70) << 18
-    word = _rotate_left(pairs[..., 3] & _MANTISSAS, 20) | _rotate_left(pairs[..., 3] & _OTHERS, 28)
-    for i, by in enumerate(_RIGHT):
-        word |= _rotate_left(pairs[..., i], by)
+    word = torch.zeros_like(pairs[..., 0])
+    for i, by in enumerate(_ROTATIONS):
+        word |= _rotate_left(pairs[..., i], -by % 32)
+    # What the bits that are left must add to the last pair.  Bits 0 and 10 of a half decide its bits 6 and 8.
+    # Bits 25, 17, 9 and 1 of the word decide 31, 23, 15 and 7, each together with the one before.
+    rest = pairs[..., 3] ^ _last_pair(word)
+    chain = _shift_right(rest, 6) & 0x02020202
+    word |= (rest >> 6 & 0x00010001) | (rest & 0x01000100) << 2
+    word |= chain ^ chain >> 8 ^ chain >> 16 ^ chain >> 24
     return word[..., None].view(torch.uint8)
 
 
 def _gather(numbers: Tensor) -> Tensor:
     """Return the inverse of _scatter."""
     word = numbers.contiguous().view(torch.int32)[..., 0]
-    pairs = [_rotate_left(word, -by % 32) for by in _RIGHT]
-    pairs.append(_rotate_left(word, 12) & _MANTISSAS | _rotate_left(word, 4) & _OTHERS)
+    pairs = [*(_rotate_left(word, by) & _PAIR for by in _ROTATIONS), _last_pair(word)]
     return torch.stack([(pair >> by + 12 & 8 | pair >> by + 6 & 7).to(torch.uint8)
                         for by in (0, 16) for pair in pairs], -1)
 
@@ -234,17 +247,20 @@ def _gather(numbers: Tensor) -> Tensor:
 def pack_scales(format: Format, scales: Tensor) -> Tensor:
     """Return scales or zeros [.., N, K/group] in the layout of the kernels."""
     in_block = BLOCK // format.group_size
+    if isinstance(format, Mxfp4):
+        scales = scales + _BIAS
     padded = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % in_block))
     parts = padded.unflatten(-1, (-1, in_block)).unflatten(-3, (-1, UNIT))  # 64 rows, row, block, in it
     return parts.transpose(-3, -2).flatten(-2).contiguous()
 
 
-def unpack_scales(numbers: Tensor, scales: Tensor) -> Tensor:
+def unpack_scales(format: Format, numbers: Tensor, scales: Tensor) -> Tensor:
     """Return the inverse of pack_scales, for scales or zeros of numbers."""
     in_block = scales.shape[-1] // UNIT
     parts = scales.unflatten(-1, (UNIT, in_block)).transpose(-3, -2)
     groups = 2 * numbers.shape[-1] * in_block // BLOCK
-    return parts.flatten(-2).flatten(-3, -2)[..., :groups].contiguous()
+    found = parts.flatten(-2).flatten(-3, -2)[..., :groups].contiguous()
+    return found - _BIAS if isinstance(format, Mxfp4) else found
 
 
 def dequantize(format: Format, numbers: Tensor, scales: Tensor, zeros: Tensor | None,
@@ -252,10 +268,10 @@ def dequantize(format: Format, numbers: Tensor, scales: Tensor, zeros: Tensor | 
     """Return the weights [.., N, K] of the layout of the kernels, each rounded once to dtype."""
     groups = unpack(format, numbers).unflatten(-1, (-1, format.group_size))
     if isinstance(format, Mxfp4):
-        values, factors = _e2m1(groups), _power_of_two(unpack_scales(numbers, scales))
+        values, factors = _e2m1(groups), _power_of_two(unpack_scales(format, numbers, scales))
     else:
-        zero = 8 if zeros is None else unpack_scales(numbers, zeros)[..., None].float()
-        values, factors = groups.float() - zero, unpack_scales(numbers, scales).float()
+        zero = 8 if zeros is None else unpack_scales(format, numbers, zeros)[..., None].float()
+        values, factors = groups.float() - zero, unpack_scales(format, numbers, scales).float()
     return (values * factors[..., None]).flatten(-2).to(dtype)
 
 
@@ -543,7 +559,8 @@ def read_mxfp4(blocks: Tensor, scales: Tensor, name: str = "weights") -> Packed:
 
 def write_mxfp4(numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return (blocks, scales) as gpt-oss holds them: the inverse of read_mxfp4."""
-    return _stored(Mxfp4(), numbers, _bytes).unflatten(-1, (-1, 16)), unpack_scales(numbers, scales)
+    blocks = _stored(Mxfp4(), numbers, _bytes).unflatten(-1, (-1, 16))
+    return blocks, unpack_scales(Mxfp4(), numbers, scales)
 
 
 def read_compressed_tensors(format: Int4, packed: Tensor, scale: Tensor, zero_point: Tensor | None,
@@ -580,8 +597,8 @@ def read_compressed_tensors(format: Int4, packed: Tensor, scale: Tensor, zero_po
 def write_compressed_tensors(numbers: Tensor, scales: Tensor,
                              zeros: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (packed, scale, zero_point or None) of compressed-tensors: the inverse of the reader."""
-    zero_point = None if zeros is None else _words(unpack_scales(numbers, zeros).mT).mT.contiguous()
-    return _stored(Int4(), numbers, _words), unpack_scales(numbers, scales), zero_point
+    zero_point = None if zeros is None else _words(unpack_scales(Int4(), numbers, zeros).mT).mT.contiguous()
+    return _stored(Int4(), numbers, _words), unpack_scales(Int4(), numbers, scales), zero_point
 
 
 def read_gptq(format: Int4, qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None,

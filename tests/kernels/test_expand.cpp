@@ -40,7 +40,7 @@ static bool check(uint32_t format, uint32_t group, bool zeros, uint32_t num, uin
     const uint64_t num_scales = (uint64_t)num * n * ep_four_bit_num_blocks(k) * (EP_FOUR_BIT_BLOCK / group);
     const Bytes codes = random_bytes((uint64_t)num * n * k / 2, 0, 255),
                 of_zeros = random_bytes(num_scales, 0, 15);
-    Bytes scales = random_bytes(num_scales, ep_random() % 2 ? 0 : 100, EP_MXFP4_MAX_SCALE);
+    Bytes scales = random_bytes(num_scales, ep_random() % 2 ? EP_MXFP4_BIAS : 226, EP_MXFP4_MAX_SCALE);
     if (format == EP_INT4) {
         scales.resize(2 * num_scales);
         for (uint64_t i = 0; i < num_scales; i++) {

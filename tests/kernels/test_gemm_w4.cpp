@@ -76,7 +76,7 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
         for (uint32_t n = 0; n < c.n; n++)
             for (uint32_t k = 0; k < c.k; k += group) {
                 const uint64_t at = ep_four_bit_scale(&x->q.weights, c.n, c.k, e, n, k);
-                x->bytes[at] = (uint8_t)between(124, EP_MXFP4_MAX_SCALE);
+                x->bytes[at] = (uint8_t)between(250, EP_MXFP4_MAX_SCALE);
                 x->scales[at] = ep_round(ldexpf(1, between(-8, -3)), C::F16);
                 x->zeros[at] = (uint8_t)between(0, 15);
             }

@@ -134,23 +134,32 @@ template <typename C> EP_PTX EpGemmW4Lane ep_gemm_w4_lane(const EpGemmShared *s)
     return {line, codes + line / 64 * C::PART_BYTES + line % 64 / 2 * 64};
 }
 
-/* Unit U of a stage. unit: its number in its block of 256 values of k. */
+/* The codes of both lines in unit U of a stage. */
 template <typename C, int U>
-EP_PTX void ep_gemm_w4_read(EpGemmW4Raw *raw, const EpFourBit *w, const EpGemmShared *s, uint32_t stage,
-                            const EpGemmW4Lane *own, uint32_t unit) {
-    const uint32_t at = own->codes + stage * C::STAGE_BYTES + U * 2048, slot = ep_gemm_slot<C>(s, stage);
+EP_PTX void ep_gemm_w4_read_codes(uint2 (&codes)[2], uint32_t stage, const EpGemmW4Lane *own) {
+    const uint32_t at = own->codes + stage * C::STAGE_BYTES + U * 2048;
     if constexpr (C::HALVES) { /* line / 2 of the gates, and of the ups */
-        raw->codes[0] = ep_ld_shared_u32x2(at);
-        raw->codes[1] = ep_ld_shared_u32x2(at + C::PART_BYTES);
+        codes[0] = ep_ld_shared_u32x2(at);
+        codes[1] = ep_ld_shared_u32x2(at + C::PART_BYTES);
     } else {
         const uint4 both = ep_ld_shared(at);
-        raw->codes[0] = make_uint2(both.x, both.y);
-        raw->codes[1] = make_uint2(both.z, both.w);
+        codes[0] = make_uint2(both.x, both.y);
+        codes[1] = make_uint2(both.z, both.w);
     }
+}
+template <typename C> EP_PTX uint32_t ep_gemm_w4_line(const EpGemmW4Lane *own, uint32_t i) {
+    return C::HALVES ? own->line / 2 + 64 * i : own->line + i;
+}
+
+/* The only unit of a stage for large M. unit: its number in its block of 256 values of k. */
+template <typename C>
+EP_PTX void ep_gemm_w4_read(EpGemmW4Raw *raw, const EpFourBit *w, const EpGemmShared *s, uint32_t stage,
+                            const EpGemmW4Lane *own, uint32_t unit) {
+    const uint32_t slot = ep_gemm_slot<C>(s, stage);
+    ep_gemm_w4_read_codes<C, 0>(raw->codes, stage, own);
 #pragma unroll
     for (uint32_t i = 0; i < 2; i++) {
-        if constexpr (C::FORMAT == EP_MXFP4 && !C::LARGE) break; /* see ep_gemm_w4_read_scales */
-        const uint32_t line = C::HALVES ? own->line / 2 + 64 * i : own->line + i;
+        const uint32_t line = ep_gemm_w4_line<C>(own, i);
         if constexpr (C::FORMAT == EP_MXFP4) raw->scales[i] = ep_ld_shared_u16(slot + 8 * line + 2 * unit);
         else {
             const uint32_t log2 = ep_gemm_w4_log2_group(w);
@@ -160,21 +169,39 @@ EP_PTX void ep_gemm_w4_read(EpGemmW4Raw *raw, const EpFourBit *w, const EpGemmSh
         }
     }
 }
-/* The scales of MXFP4 of all units of a stage, of each line: two words, of two units each. */
+
+/* For small M: the scales and zeros of a line in all four units of a stage, which is a block. In MXFP4 a word
+ * has those of two units. In INT4 a word has both scales of a unit, and a word of zeros those of two. */
+typedef struct {
+    uint32_t scales[4], zeros[2];
+} EpGemmW4Block;
 template <typename C>
-EP_PTX void ep_gemm_w4_read_scales(uint32_t (&scales)[2][2], const EpGemmShared *s, uint32_t stage,
-                                   const EpGemmW4Lane *own) {
-    const uint32_t slot = ep_gemm_slot<C>(s, stage);
-    uint4 both;
-    if constexpr (C::HALVES) {
-        const uint2 gate = ep_ld_shared_u32x2(slot + 4 * own->line);
-        const uint2 up = ep_ld_shared_u32x2(slot + 4 * own->line + 512);
-        both = make_uint4(gate.x, gate.y, up.x, up.y);
-    } else both = ep_ld_shared(slot + 8 * own->line);
-    scales[0][0] = both.x;
-    scales[0][1] = both.y;
-    scales[1][0] = both.z;
-    scales[1][1] = both.w;
+EP_PTX EpGemmW4Block ep_gemm_w4_read_block(const EpFourBit *w, uint32_t slot, uint32_t line) {
+    if constexpr (C::FORMAT == EP_MXFP4) {
+        const uint2 all = ep_ld_shared_u32x2(slot + 8 * line);
+        return {{all.x, all.y}};
+    }
+    const uint32_t zeros = slot + C::ZEROS;
+    if (w->group == 32) {
+        const uint4 all = ep_ld_shared(slot + 16 * line);
+        const uint2 z = w->zeros ? ep_ld_shared_u32x2(zeros + 8 * line) : make_uint2(0x08080808, 0x08080808);
+        return {{all.x, all.y, all.z, all.w}, {z.x, z.y}};
+    }
+    if (w->group == 64) { /* the scale of a unit, twice in a word */
+        const uint2 all = ep_ld_shared_u32x2(slot + 8 * line);
+        const uint32_t z = w->zeros ? ep_ld_shared_u32(zeros + 4 * line) : 0x08080808;
+        return {{__byte_perm(all.x, 0, 0x1010), __byte_perm(all.x, 0, 0x3232), __byte_perm(all.y, 0, 0x1010),
+                 __byte_perm(all.y, 0, 0x3232)},
+                {__byte_perm(z, 0, 0x1100), __byte_perm(z, 0, 0x3322)}};
+    }
+    const uint32_t all = ep_ld_shared_u32(slot + 4 * line);
+    const uint32_t z = w->zeros ? ep_ld_shared_u16(zeros + 2 * line) : 0x0808;
+    const uint32_t first = __byte_perm(all, 0, 0x1010), second = __byte_perm(all, 0, 0x3232);
+    return {{first, first, second, second}, {__byte_perm(z, 0, 0x0000), __byte_perm(z, 0, 0x1111)}};
+}
+template <typename C, int U> EP_PTX EpGemmW4Factors ep_gemm_w4_block_factors(const EpGemmW4Block *b) {
+    if constexpr (C::FORMAT == EP_MXFP4) return {ep_gemm_w4_mxfp4_scales<C::F16, U % 2>(b->scales[U / 2]), 0};
+    return {b->scales[U], ep_gemm_w4_offsets<C::F16>(b->zeros[U / 2], U % 2 ? 0x4342 : 0x4140)};
 }
 
 /* ---- products ---- */
@@ -182,21 +209,18 @@ EP_PTX void ep_gemm_w4_read_scales(uint32_t (&scales)[2][2], const EpGemmShared 
 /* For small M: unit U of a stage. x: the addresses from which a lane loads the tokens of the stage. Of eight
  * tokens it loads eight matrices of 8 values of k, four at once. */
 template <typename C, int N, int U>
-EP_PTX void ep_gemm_w4_unit_small(float (&sum)[N / 2], const EpFourBit *w, const EpGemmShared *s,
-                                  uint32_t stage, const EpGemmW4Lane *own, const uint32_t (&scales)[2][2],
-                                  const uint32_t (&x)[2]) {
-    EpGemmW4Raw raw;
+EP_PTX void ep_gemm_w4_unit_small(float (&sum)[N / 2], uint32_t stage, const EpGemmW4Lane *own,
+                                  const EpGemmW4Block (&block)[2], const uint32_t (&x)[2]) {
+    uint2 codes[2];
     uint32_t a[16], b[N / 8][8];
-    ep_gemm_w4_read<C, U>(&raw, w, s, stage, own, U);
+    ep_gemm_w4_read_codes<C, U>(codes, stage, own);
 #pragma unroll
     for (uint32_t i = 0; i < N / 8; i++) {
         ep_ldmatrix_x4(x[0] + U * C::A_SLAB + i * C::EIGHT_ROWS, b[i]);
         ep_ldmatrix_x4(x[1] + U * C::A_SLAB + i * C::EIGHT_ROWS, b[i] + 4);
     }
-    if constexpr (C::FORMAT == EP_MXFP4)
-        for (int i = 0; i < 2; i++) raw.scales[i] = scales[i][U / 2];
-    ep_gemm_w4_expand_line<C, U, 0>(a, &raw, w, U);
-    ep_gemm_w4_expand_line<C, U, 1>(a, &raw, w, U);
+    ep_gemm_w4_expand_line<C, 0>(a, codes[0], ep_gemm_w4_block_factors<C, U>(&block[0]));
+    ep_gemm_w4_expand_line<C, 1>(a, codes[1], ep_gemm_w4_block_factors<C, U>(&block[1]));
 #pragma unroll
     for (uint32_t j = 0; j < 4; j++)
 #pragma unroll
@@ -207,13 +231,14 @@ EP_PTX void ep_gemm_w4_stage_small(float (&sum)[N / 2], const EpFourBit *w, cons
                                    uint32_t stage, const EpGemmW4Lane *own, const uint32_t (&x0)[2],
                                    uint32_t num_k) {
     const uint32_t x[2] = {x0[0] + stage * C::STAGE_BYTES, x0[1] + stage * C::STAGE_BYTES};
-    uint32_t scales[2][2];
-    if constexpr (C::FORMAT == EP_MXFP4) ep_gemm_w4_read_scales<C>(scales, s, stage, own);
-    ep_gemm_w4_unit_small<C, N, 0>(sum, w, s, stage, own, scales, x);
-    ep_gemm_w4_unit_small<C, N, 1>(sum, w, s, stage, own, scales, x);
+    const uint32_t slot = ep_gemm_slot<C>(s, stage);
+    const EpGemmW4Block block[2] = {ep_gemm_w4_read_block<C>(w, slot, ep_gemm_w4_line<C>(own, 0)),
+                                    ep_gemm_w4_read_block<C>(w, slot, ep_gemm_w4_line<C>(own, 1))};
+    ep_gemm_w4_unit_small<C, N, 0>(sum, stage, own, block, x);
+    ep_gemm_w4_unit_small<C, N, 1>(sum, stage, own, block, x);
     if (num_k <= 2 * EP_FOUR_BIT_UNIT) return;
-    ep_gemm_w4_unit_small<C, N, 2>(sum, w, s, stage, own, scales, x);
-    ep_gemm_w4_unit_small<C, N, 3>(sum, w, s, stage, own, scales, x);
+    ep_gemm_w4_unit_small<C, N, 2>(sum, stage, own, block, x);
+    ep_gemm_w4_unit_small<C, N, 3>(sum, stage, own, block, x);
 }
 
 /* For large M: read, expand, and issue the four wgmmas of a stage, which is one unit. unit: its number in its
@@ -223,9 +248,9 @@ EP_PTX void ep_gemm_w4_stage_large(float (&sum)[N / 2], const EpFourBit *w, cons
                                    uint32_t stage, const EpGemmW4Lane *own, uint32_t unit) {
     EpGemmW4Raw raw;
     uint32_t a[16];
-    ep_gemm_w4_read<C, 0>(&raw, w, s, stage, own, unit);
-    ep_gemm_w4_expand_line<C, 0, 0>(a, &raw, w, unit);
-    ep_gemm_w4_expand_line<C, 0, 1>(a, &raw, w, unit);
+    ep_gemm_w4_read<C>(&raw, w, s, stage, own, unit);
+    ep_gemm_w4_expand_line<C, 0>(a, raw.codes[0], ep_gemm_w4_factors<C, 0>(&raw, 0, w, unit));
+    ep_gemm_w4_expand_line<C, 1>(a, raw.codes[1], ep_gemm_w4_factors<C, 0>(&raw, 1, w, unit));
     const uint64_t x = ep_wgmma_desc_rows(s->stages + stage * C::STAGE_BYTES, C::EIGHT_ROWS);
     ep_wgmma_fence();
 #pragma unroll
