@@ -1,6 +1,7 @@
 """Access to a peer's memory: translate, peer_view, put, get, signal, wait and barrier."""
 
 import ctypes
+import threading
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import epmoe
 from cases import check_outcomes, generator, outcome, random_bits, same_bits
+from epmoe.testing import run_threads
 from heap_cases import KINDS, make_heap
 from pace import WAIT_S
 
@@ -270,6 +272,39 @@ def test_heap_barrier_orders_puts(ranks):
         return True
 
     assert all(ranks(run))
+
+
+@pytest.mark.cpu_only
+def test_heap_barriers_of_two_threads_are_two():
+    """Each of them waits for one of the other rank."""
+    returned, first, began = [], threading.Event(), []
+
+    def rank(world):
+        heap = epmoe.SymmetricHeap(world, 1 << 16, device="cpu")
+
+        def barrier():
+            heap.barrier()
+            returned.append(time.monotonic())
+            first.set()
+
+        if world.rank:
+            heap.barrier()
+            assert first.wait(WAIT_S)
+            time.sleep(0.05)
+            began.append(time.monotonic())
+            heap.barrier()
+        else:
+            threads = [threading.Thread(target=barrier) for _ in range(2)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+        heap.close()
+
+    for _ in range(20):
+        returned.clear(), first.clear(), began.clear()
+        run_threads(rank, 2)
+        assert len(returned) == 2 and max(returned) > began[0]
 
 
 def test_heaps_of_one_world_are_separate(ranks):

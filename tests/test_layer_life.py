@@ -215,6 +215,20 @@ def test_layer_finalize_closes_its_own_heap(ranks):
     assert ranks(run, world_size=2) == ["EpClosed"] * ranks.size(2)
 
 
+def test_layer_of_a_closed_heap_is_refused(ranks):
+    """A layer has no view of its heap, whose memory is gone then."""
+
+    def run(world, device):
+        heap = epmoe.SymmetricHeap(world, 4 << 20, device)
+        layer = epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=world.size, device=device, heap=heap)
+        layer.synchronize()
+        heap.close()
+        return [outcome(call) for call in (layer.synchronize, layer.ep_barrier_all)]
+
+    for got in ranks(run):
+        check_outcomes(got, "EpClosed", "this heap is closed")
+
+
 def test_layer_stays_open_if_the_with_statement_raises(ranks):
     def run(world, device):
         with pytest.raises(KeyError), make_layer(world, device, Case()) as layer:

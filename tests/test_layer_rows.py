@@ -239,3 +239,27 @@ def test_layer_rows_mistakes_that_the_module_finds(ranks, method, name, change, 
                    elsewhere=(f"rank {BAD}",))
     check_outcomes([got[1] for got, _ in results], "EpIndexError", "rank 0", "1000")
     assert all(map(all, (same for _, same in results)))
+
+
+@pytest.mark.parametrize("change, kind", [(lambda plan: plan.long(), "TypeError"),
+                                          (lambda plan: plan[:8].clone(), "ValueError"),
+                                          (lambda plan: plan[None], "ValueError")],
+                         ids=("dtype", "short", "dims"))
+def test_layer_rows_of_what_is_no_plan(ranks, change, kind):
+    """The other ranks learn of it at once, also where the host has not read the rows of the plan."""
+
+    def run(world, device):
+        layer = epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=world.size, device=device)
+        layout = layer.preprocess(torch.zeros(4, 1, dtype=torch.int64, device=device))
+        layout._num_rows = None
+        if world.rank == BAD:
+            layout.plan = change(layout.plan)
+        world.set_timeout(MISTAKE_LIMIT_S)
+        x = torch.ones(4, 16, dtype=torch.bfloat16, device=device)
+        got = outcome(lambda: layer.dispatch(x, layout=layout), layer)
+        layer.finalize()
+        return got
+
+    got = ranks(run, at_least=2)
+    check_outcomes(got, [kind if rank == BAD else "PeerError" for rank in range(len(got))],
+                   on_rank=BAD, elsewhere=(f"rank {BAD}",))

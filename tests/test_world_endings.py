@@ -1,10 +1,13 @@
 """Worlds that end in every way, on the CPU. `soak.py leaks --device cuda` does the same on GPUs."""
 
+import threading
+
 import pytest
 
 import endings
 import epmoe
 from cases import keep
+from pace import HANG_S
 from traces import held
 
 pytestmark = pytest.mark.cpu_only
@@ -50,3 +53,30 @@ def test_endings_garbage_collection_leaves_nothing():
 
 def test_world_deleted_while_it_waits():
     endings.drop_busy(3, "cpu")
+
+
+def close_in_threads(worlds):
+    """Close worlds, each in a thread of its own, which begin together.  Returns their errors."""
+    begin, errors = threading.Barrier(len(worlds)), []
+
+    def close(world):
+        begin.wait()
+        try:
+            world.close()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=close, args=[w], daemon=True) for w in worlds]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(HANG_S)
+    assert not any(t.is_alive() for t in threads)
+    return errors
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_world_closed_by_several_threads(num_ranks):
+    """Of the threads of a rank one closes it, and the others find it closed."""
+    for _ in range(300 // num_ranks):
+        assert not close_in_threads(2 * epmoe.thread_worlds(num_ranks))

@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -331,18 +332,27 @@ static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, c
     return 0;
 }
 /* The fused operations: here their stages, one after the other, in the layer's dtype. */
+/* Let the other ranks know in operation op that this rank cannot take part. */
+static int propagate(const EpComm *c, uint32_t op, int code) {
+    EpComm comm = *c;
+    comm.status = code;
+    ep_cpu_enter(&comm, op);
+    return code;
+}
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, const EpScales *scales, void *stream) {
-    EP_TRY(dispatch(device, &p->dispatch, scales, p->num_move_blocks, stream));
-    return ep_cpu_gemm(&p->gemm, NULL, NULL);
+    float *memory; /* before the dispatch: nobody waits for this rank after it */
+    int code = ep_cpu_gemm_memory(&p->gemm, NULL, &memory);
+    if (code) return propagate(&p->dispatch.comm, EP_OP_DISPATCH_GEMM, code);
+    code = dispatch(device, &p->dispatch, scales, p->num_move_blocks, stream);
+    if (!code) ep_cpu_gemm_in(&p->gemm, NULL, NULL, memory);
+    free(memory);
+    return code;
 }
 static int gemm_combine(int device, const EpGemmCombineParams *p, const EpScales *scales, void *stream) {
     (void)scales;
     const int code = ep_cpu_gemm(&p->gemm, NULL, p->low.a ? &p->low : NULL);
     if (!code) return combine(device, &p->combine, p->num_move_blocks, stream);
-    EpComm comm = p->combine.comm;
-    comm.status = code;
-    ep_cpu_enter(&comm, EP_OP_GEMM_COMBINE); /* propagates the error */
-    return code;
+    return propagate(&p->combine.comm, EP_OP_GEMM_COMBINE, code);
 }
 static int activation(int device, const EpActivationParams *p, void *stream) {
     (void)device, (void)stream;

@@ -1,6 +1,6 @@
 /* cpu/gemm.c - the grouped GEMM of the CPU backend; see protocol/gemm_params.h for what each kind computes.
  *
- * Exports ep_cpu_gemm. It runs in the calling thread.
+ * Exports ep_cpu_gemm, and its parts ep_cpu_gemm_memory and ep_cpu_gemm_in. It runs in the calling thread.
  * Invariant: each number of the output is a sum in an order that depends on the sizes of the weights only:
  * not on the other rows, on their number, on the processor or on its vector instructions. FORWARD adds the
  * products of column k to partial sum k % VECTOR, in the order of the columns, and then adds the partial sums
@@ -192,25 +192,40 @@ static void clear(const EpGemmParams *p) {
     memset((char *)p->out + bytes * end, 0, bytes * (p->num_rows - end));
 }
 
-int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRank *low_rank) {
+/* The sizes of a product, and its parts of the memory, or of NULL. Returns how many numbers they are. */
+static uint64_t divide(Work *g, const EpGemmParams *p, const EpLowRank *low_rank, float *memory) {
+    g->low_padded = low_rank ? (low_rank->r + VECTOR - 1) / VECTOR * VECTOR : 0;
+    g->padded = (p->k + VECTOR - 1) / VECTOR * VECTOR;
+    g->wide = (p->n + VECTOR - 1) / VECTOR * VECTOR;
+    const uint64_t of_panel = (uint64_t)STEP * g->padded, of_block = (uint64_t)BLOCK * g->padded;
+    const uint64_t of_y = p->kind == EP_GEMM_WGRAD ? 0 : (uint64_t)BLOCK * g->wide;
+    const uint64_t of_low_rows = (uint64_t)BLOCK * g->low_padded;
+    if (memory) {
+        g->panel = memory;
+        g->block = g->panel + of_panel;
+        g->y = g->block + of_block;
+        g->low_rows = g->y + of_y;
+        g->low_panel = g->low_rows + of_low_rows;
+    }
+    return of_panel + of_block + of_y + of_low_rows + g->low_padded;
+}
+
+int ep_cpu_gemm_memory(const EpGemmParams *p, const EpLowRank *low_rank, float **memory) {
+    Work g;
+    *memory = (float *)calloc(divide(&g, p, low_rank, NULL), sizeof(float));
+    if (*memory) return 0;
+    return ep_error(EP_ENOMEM, "a product with weights of %u by %u: this process is out of memory", p->n,
+                    p->k);
+}
+
+void ep_cpu_gemm_in(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRank *low_rank,
+                    float *memory) {
     Work g = {.p = p,
               .four_bit = four_bit,
               .low = low_rank,
-              .low_padded = low_rank ? (low_rank->r + VECTOR - 1) / VECTOR * VECTOR : 0,
               .loop = choose_loops(),
-              .dtype = p->is_f16 ? EP_F16 : EP_BF16,
-              .padded = (p->k + VECTOR - 1) / VECTOR * VECTOR,
-              .wide = (p->n + VECTOR - 1) / VECTOR * VECTOR};
-    const uint64_t of_y = p->kind == EP_GEMM_WGRAD ? 0 : (uint64_t)BLOCK * g.wide;
-    const uint64_t of_low = (uint64_t)(BLOCK + 1) * g.low_padded;
-    g.panel = (float *)calloc((uint64_t)(STEP + BLOCK) * g.padded + of_y + of_low, sizeof(float));
-    if (!g.panel)
-        return ep_error(EP_ENOMEM, "a product with weights of %u by %u: this process is out of memory", p->n,
-                        p->k);
-    g.block = g.panel + (uint64_t)STEP * g.padded;
-    g.y = g.block + (uint64_t)BLOCK * g.padded;
-    g.low_rows = g.y + of_y;
-    g.low_panel = g.low_rows + (uint64_t)BLOCK * g.low_padded;
+              .dtype = p->is_f16 ? EP_F16 : EP_BF16};
+    divide(&g, p, low_rank, memory);
     if (p->clears) clear(p);
     for (uint32_t e = 0; e < p->num_experts; e++) {
         const uint32_t begin = clamp_row(p, p->offsets[e]), end = clamp_row(p, p->offsets[e + 1]);
@@ -221,6 +236,12 @@ int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRan
             else forward(&g, e, row, num);
         }
     }
-    free(g.panel);
+}
+
+int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRank *low_rank) {
+    float *memory;
+    EP_TRY(ep_cpu_gemm_memory(p, low_rank, &memory));
+    ep_cpu_gemm_in(p, four_bit, low_rank, memory);
+    free(memory);
     return 0;
 }

@@ -23,6 +23,10 @@ void ep_cpu_activation(const EpActivationParams *p);
 /* The grouped GEMM of bf16 or fp16, in the calling thread: 0, or an error. four_bit: NULL, or how the weights
  * of a FORWARD have 4 bits. low_rank: NULL, or what a FORWARD or DGRAD adds. */
 int ep_cpu_gemm(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRank *low_rank);
+/* Its two parts: allocate its memory, which the caller frees; and the rest, which cannot fail. */
+int ep_cpu_gemm_memory(const EpGemmParams *p, const EpLowRank *low_rank, float **memory);
+void ep_cpu_gemm_in(const EpGemmParams *p, const EpFourBit *four_bit, const EpLowRank *low_rank,
+                    float *memory);
 /* Run an operation without data. When it returns, all ranks have entered, or the operation has failed. If
  * comm.status is set, this rank propagates an error in operation `op`, whose arguments it could not
  * accept. */

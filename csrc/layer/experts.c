@@ -304,7 +304,8 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
             if (ran->num_rows > room || (a->awaits_rows && room - ran->num_rows >= a->awaits_rows)) return 0;
             dispatch.awaits_rows = dispatch_gemm.awaits_rows = 0;
         }
-    } else if (code && a->awaits_rows) { /* if the plan has failed, no rank enters the dispatch */
+    } else if (code && a->awaits_rows && !ep_layer_check_plan(c->layer, a->plan)) {
+        /* If the plan has failed, no rank enters the dispatch. */
         EP_TRY(ep_layer_rows_locked(c->layer, c->buffer, a->plan, c->stream, &ran->num_rows));
     }
     EP_TRY(report(c, EP_OP_DISPATCH, code));

@@ -215,7 +215,7 @@ static int check_spare(EpWorld *world, const EpLayerConfig *config) {
     ep_run_deferred_frees(
         ep_world_deferred_frees(world)); /* as the creation of a heap does before it takes a buffer */
     const uint32_t num_free = ep_world_free_buffers(world), num_taken = 1 + config->num_buffers;
-    if (num_free >= config->spare_buffers + num_taken) return 0;
+    if (num_free >= (uint64_t)config->spare_buffers + num_taken) return 0;
     return ep_error(EP_ENOMEM,
                     "%u communication buffers of the world are free: after this layer takes %u, at least %u "
                     "must be left",
@@ -357,38 +357,11 @@ uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config, uint64_t *offsets
 
 /* ---- operations ---- */
 
-enum { LOCK_STEP_NS = 10000000 }; /* a wait for a lock asks after each step whether it is interrupted */
-
-/* Lock within a step: 0, or ETIMEDOUT. */
-static int lock_for_a_step(pthread_mutex_t *lock) {
-#ifdef __SANITIZE_THREAD__ /* it does not know pthread_mutex_clocklock */
-    const clockid_t clock = CLOCK_REALTIME;
-#else
-    const clockid_t clock = CLOCK_MONOTONIC;
-#endif
-    struct timespec until;
-    clock_gettime(clock, &until);
-    until.tv_sec += (until.tv_nsec + LOCK_STEP_NS) / 1000000000;
-    until.tv_nsec = (until.tv_nsec + LOCK_STEP_NS) % 1000000000;
-#ifdef __SANITIZE_THREAD__
-    return pthread_mutex_timedlock(lock, &until);
-#else
-    return pthread_mutex_clocklock(lock, clock, &until);
-#endif
-}
-
 int ep_layer_lock(EpLayer *l, uint32_t buffer) {
     if (buffer >= l->config.num_buffers)
         return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
                         l->config.num_buffers);
-    /* Before the wait: in a forked process nothing may release the lock, and a signal handler would wait for
-     * the thread that it runs in. */
-    EP_TRY(ep_world_check_caller(ep_heap_world(l->heap)));
-    if (!pthread_mutex_trylock(&l->locks[buffer])) return 0;
-    for (;;) {
-        if (!lock_for_a_step(&l->locks[buffer])) return 0;
-        if (ep_interrupted()) return ep_take_interrupt(), ep_world_interrupt(ep_heap_world(l->heap));
-    }
+    return ep_world_lock(ep_heap_world(l->heap), &l->locks[buffer]);
 }
 
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
@@ -455,6 +428,7 @@ int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
 
 int ep_layer_sync(EpLayer *l, void *stream) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
+    EP_TRY(ep_heap_check_open(l->heap));
     EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
     EP_TRY(ep_world_check_caller(ep_heap_world(l->heap)));
     /* On the CPU a call of another thread may wait for peers now, and returns its error itself. */

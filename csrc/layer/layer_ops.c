@@ -16,14 +16,18 @@
 #include "runtime/tensor.h"
 #include "runtime/world.h"
 
+int ep_layer_check_plan(const EpLayer *l, const EpTensor *plan) {
+    EP_TRY(ep_layer_check_tensor(l, "plan", plan, EP_I32, 1, -1, -1));
+    if (plan->shape[0] >= EP_HEAD_WORDS) return 0;
+    return ep_error(EP_EINVAL, "a plan of %lld words: wanted at least %d", (long long)plan->shape[0],
+                    EP_HEAD_WORDS);
+}
+
 /* A plan that others have followed: it knows, the host does not. */
 static int rows_of_older_plan(EpLayer *l, const EpTensor *plan, void *stream, uint32_t *num_rows) {
     int32_t head[EP_HEAD_WORDS];
     const EpBackend *backend = ep_heap_backend(l->heap);
-    EP_TRY(ep_layer_check_tensor(l, "plan", plan, EP_I32, 1, -1, -1));
-    if (plan->shape[0] < EP_HEAD_WORDS)
-        return ep_error(EP_EINVAL, "a plan of %lld words: wanted at least %d", (long long)plan->shape[0],
-                        EP_HEAD_WORDS);
+    EP_TRY(ep_layer_check_plan(l, plan));
     /* A copy to the stack would wait for the stream without a limit. So wait for the stream first: this
      * wait ends when the world ends. */
     EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
@@ -237,9 +241,12 @@ int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *ar
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_kind(l, op);
     if (!code) code = prepare(l, b, op, args, &p);
-    /* If the plan has failed, no rank enters the operation. So its error goes before a failed check. */
+    /* If the plan has failed, no rank enters the operation. So its error goes before a failed check. That a
+     * tensor is no plan is one of these checks. */
     const EpTensor *plan = awaited_plan((EpOpKind)op, args, &awaits_rows);
-    if (plan) EP_TRY(ep_layer_rows_locked(l, buffer, plan, stream, &num_rows));
+    const int no_plan = plan ? ep_layer_check_plan(l, plan) : 0;
+    if (no_plan) code = no_plan;
+    else if (plan) EP_TRY(ep_layer_rows_locked(l, buffer, plan, stream, &num_rows));
     const uint32_t num_out = p.dispatch.num_rows;
     if (ran && plan) ran->num_rows = num_rows;
     if (plan && !code && (num_rows > num_out || num_out - num_rows >= awaits_rows)) return 0;

@@ -68,6 +68,8 @@ int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int 
 /* Propagate an error of this thread to the other ranks in the operation on a locked buffer, and keep the
  * text of that error. */
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);
+/* 0, or the error of a tensor that is no plan. */
+int ep_layer_check_plan(const EpLayer *l, const EpTensor *plan);
 /* ep_layer_num_rows on a locked buffer. */
 int ep_layer_rows_locked(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows);
 /* On a locked buffer, in a layer with host_counts: wait for a plan, and find who helps whom (balance.h).

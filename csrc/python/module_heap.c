@@ -194,12 +194,14 @@ FAST(heap_signal) {
     uint64_t off, value;
     uint32_t add, peer;
     void *stream;
+    int code;
     WANT(6);
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
     if (!h || !ep_get_u64(args[1], &off) || !ep_get_u64(args[2], &value) || !ep_get_u32(args[3], &add) ||
         !ep_get_u32(args[4], &peer) || !ep_get_stream(args[5], &stream))
         return NULL;
-    return ep_done(ep_heap_signal(h, off, value, add != 0, peer, stream));
+    WITHOUT_LOCK(code = ep_heap_signal(h, off, value, add != 0, peer, stream));
+    return ep_done(code);
 }
 
 /* (heap, off, value, exact, stream) */

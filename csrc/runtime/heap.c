@@ -70,6 +70,7 @@ static void destroy(void *heap) {
     if (h->has_control) ep_comm_close(&h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) drop_memory(h, r);
     pthread_mutex_destroy(&h->drop_lock);
+    pthread_mutex_destroy(&h->barrier_lock);
     free(h);
 }
 
@@ -384,7 +385,7 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
     return h->kind == EP_CPU ? ep_comm_check(&h->control, stream) : 0;
 }
 
-int ep_heap_barrier(EpHeap *h, void *stream) {
+static int barrier(EpHeap *h, void *stream) {
     EP_TRY(ep_heap_check_open(h));
     EP_TRY(ep_comm_check(&h->control, stream));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
@@ -394,6 +395,14 @@ int ep_heap_barrier(EpHeap *h, void *stream) {
     if (code) ep_comm_give_up(&h->control, code, stream);
     EP_TRY(code);
     return h->kind == EP_CPU ? ep_comm_check(&h->control, stream) : 0;
+}
+
+int ep_heap_barrier(EpHeap *h, void *stream) {
+    /* Two threads would read the same epoch of the buffer, and their two barriers would be one. */
+    EP_TRY(ep_world_lock(h->world, &h->barrier_lock));
+    const int code = barrier(h, stream);
+    pthread_mutex_unlock(&h->barrier_lock);
+    return code;
 }
 
 int ep_heap_sync(EpHeap *h, void *stream) {

@@ -188,6 +188,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     h->backend = ep_backend(kind);
     atomic_init(&h->num_refs, 1);
     pthread_mutex_init(&h->drop_lock, NULL);
+    pthread_mutex_init(&h->barrier_lock, NULL);
     mine.wanted_bytes = num_bytes;
     mine.kind = (int32_t)kind;
     if (status) mine.code = status;

@@ -27,7 +27,8 @@ struct EpHeap {
     pthread_mutex_t drop_lock;
     uint64_t dropped[EP_MAX_ALLOCATIONS];
     uint32_t num_dropped;
-    EpCommBuffer control; /* for ep_heap_barrier, and for the faults of ep_heap_wait */
+    EpCommBuffer control;         /* for ep_heap_barrier, and for the faults of ep_heap_wait */
+    pthread_mutex_t barrier_lock; /* one thread of a rank is in a barrier at a time */
     bool has_control;
     atomic_uint num_views, num_peer_views; /* tensors over this rank's memory, and over that of its peers */
     bool is_mapped; /* after the collective close: a peer has not unmapped this rank's memory */

@@ -14,10 +14,12 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "runtime/error.h"
 #include "runtime/fork.h"
+#include "runtime/interrupt.h"
 #include "runtime/thread.h"
 #include "runtime/world_state.h"
 
@@ -180,10 +182,15 @@ fail:
  * watchdog thread in any case. */
 static atomic_bool is_process_ending;
 
-/* Join the watchdog thread and close all descriptors of the world. */
+/* Join the watchdog thread and close all descriptors of the world. Of several threads, the first one does
+ * it. */
 static void join_and_close(EpWorld *w) {
+    pthread_mutex_lock(&w->lock);
+    const bool is_first = !w->is_settled;
+    w->is_settled = true;
+    pthread_mutex_unlock(&w->lock);
+    if (!is_first) return;
     if (w->has_watchdog) pthread_join(w->watchdog, NULL);
-    w->has_watchdog = false;
     pthread_mutex_lock(&w->lock); /* another thread may be in an all-gather, which reads the sockets */
     for (uint32_t r = 0; r < w->num_ranks; r++) {
         ep_fork_close(w->sockets[r]);
@@ -199,30 +206,23 @@ static void join_and_close(EpWorld *w) {
     w->wake_fd = -1;
 }
 
-int ep_world_close(EpWorld *w, bool collective) {
-    int code = 0;
-    unsigned char mine = 0, all[EP_MAX_RANKS];
-    char why[256];
-    if (ep_world_is_forked(w)) return 0;       /* the sockets and the watchdog thread belong to the parent */
-    ep_run_deferred_frees(&w->deferred_frees); /* while the watchdog thread can still end their waits */
+static bool is_closed(EpWorld *w) {
     pthread_mutex_lock(&w->lock);
-    bool was_closed = w->closed;
+    const bool yes = w->closed;
     pthread_mutex_unlock(&w->lock);
-    if (was_closed) return 0;
-    if (collective) {
-        uint64_t record;
-        EP_TRY(ep_world_enter_call(w, &(EpCallRecord){.what = EP_CALL_CLOSE}, &record));
-        code = ep_world_all_gather(w, &mine, 1, all);
-        ep_world_leave_call(w, record, code);
-    }
-    /* Keep the text: sending the goodbye to a dead peer also fails, and would overwrite the reason. */
-    snprintf(why, sizeof why, "%s", ep_error_text());
-    /* A rank was in another collective call. The world is intact, and all ranks must close it again. */
-    if ((code == EP_EMISMATCH || code == EP_EPEER) && !ep_world_check(w)) return ep_error(code, "%s", why);
+    return yes;
+}
+
+/* Leave the world, unless another thread has done it. have_agreed: all ranks are about to leave. */
+static void leave(EpWorld *w, bool have_agreed) {
     EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
     bool is_busy = false, on_gpu = false;
     pthread_mutex_lock(&w->lock);
     ep_world_await_record(w);
+    if (w->closed) {
+        pthread_mutex_unlock(&w->lock);
+        return;
+    }
     w->closing = true;
     w->closed = true;
     for (uint32_t r = 0; r < w->num_ranks; r++)
@@ -232,24 +232,64 @@ int ep_world_close(EpWorld *w, bool collective) {
         on_gpu |= w->watched[i] && w->watched[i]->on_stream;
     }
     /* No wait is left if the world has ended, or if all ranks have agreed to close it. */
-    if (w->end_code || (collective && !code)) is_busy = on_gpu = false;
+    if (w->end_code || have_agreed) is_busy = on_gpu = false;
     if (is_busy || on_gpu) w->left_ns = ep_now_ns();
     /* In a process that is about to end, join the watchdog thread below. Before that thread ends, it waits
      * at most HASTE_NS (watchdog.c) for operations that are still in flight, for example on a GPU. */
     if (atomic_load(&is_process_ending)) is_busy = false;
-    pthread_mutex_unlock(&w->lock);
-    if (w->has_watchdog) {
+    if (w->has_watchdog) { /* with the lock: ep_world_settle_all closes the descriptor once left_ns is set */
         uint64_t one = 1;
         ssize_t written = write(w->wake_fd, &one, sizeof one);
         (void)written; /* cannot fail: the counter of the eventfd is 0, so one write fits */
     }
+    pthread_mutex_unlock(&w->lock);
     /* If operations are in flight, ep_world_release joins the watchdog thread, after the last heap has
      * released the world. Until then the thread can still end their waits. */
     if (!is_busy) {
         join_and_close(w);
         remove_from_list(w); /* it has no descriptors left, so it does not count */
     }
+}
+
+/* The collective part of a close, in a call of ep_world_enter_call. */
+static int close_together(EpWorld *w) {
+    unsigned char mine = 0, all[EP_MAX_RANKS];
+    char why[256];
+    if (is_closed(w)) return 0; /* by another thread, while this one waited to enter the call */
+    int code = ep_world_all_gather(w, &mine, 1, all);
+    /* Keep the text: sending the goodbye to a dead peer also fails, and would overwrite the reason. */
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    if (code && is_closed(w)) return 0; /* another thread has left alone meanwhile */
+    /* A rank was in another collective call. The world is intact, and all ranks must close it again. */
+    const bool is_intact = (code == EP_EMISMATCH || code == EP_EPEER) && !ep_world_check(w);
+    if (!is_intact) leave(w, !code);
     return code ? ep_error(code, "%s", why) : 0;
+}
+
+int ep_world_close(EpWorld *w, bool collective) {
+    uint64_t record;
+    if (ep_world_is_forked(w)) return 0;       /* the sockets and the watchdog thread belong to the parent */
+    ep_run_deferred_frees(&w->deferred_frees); /* while the watchdog thread can still end their waits */
+    if (is_closed(w)) return 0;
+    if (!collective) {
+        char why[256];
+        snprintf(why, sizeof why, "%s", ep_error_text());
+        leave(w, false);
+        ep_error(0, "%s", why);
+        return 0;
+    }
+    const int code = ep_world_enter_call(w, &(EpCallRecord){.what = EP_CALL_CLOSE}, &record);
+    if (code) {
+        char why[256];
+        snprintf(why, sizeof why, "%s", ep_error_text());
+        if (is_closed(w)) return 0;
+        if (code != EP_EINVAL && ep_world_check(w)) leave(w, false); /* the world has ended */
+        return ep_error(code, "%s", why);
+    }
+    /* The call lasts until this rank has left, so that no other thread begins to close meanwhile. */
+    const int closed = close_together(w);
+    ep_world_leave_call(w, record, closed);
+    return closed;
 }
 
 void ep_world_settle_all(void) {
@@ -292,6 +332,39 @@ void ep_world_release(EpWorld *w) {
     pthread_mutex_destroy(&w->lock);
     free(w->record_folder);
     free(w);
+}
+
+/* ---- locks ---- */
+
+enum { LOCK_STEP_NS = 10000000 }; /* a wait for a lock asks after each step whether it is interrupted */
+
+/* Lock within a step: 0, or ETIMEDOUT. */
+static int lock_for_a_step(pthread_mutex_t *lock) {
+#ifdef __SANITIZE_THREAD__ /* it does not know pthread_mutex_clocklock */
+    const clockid_t clock = CLOCK_REALTIME;
+#else
+    const clockid_t clock = CLOCK_MONOTONIC;
+#endif
+    struct timespec until;
+    clock_gettime(clock, &until);
+    until.tv_sec += (until.tv_nsec + LOCK_STEP_NS) / 1000000000;
+    until.tv_nsec = (until.tv_nsec + LOCK_STEP_NS) % 1000000000;
+#ifdef __SANITIZE_THREAD__
+    return pthread_mutex_timedlock(lock, &until);
+#else
+    return pthread_mutex_clocklock(lock, clock, &until);
+#endif
+}
+
+int ep_world_lock(EpWorld *w, pthread_mutex_t *lock) {
+    /* Before the wait: in a forked process nothing may release the lock, and a signal handler would wait for
+     * the thread that it runs in. */
+    EP_TRY(ep_world_check_caller(w));
+    if (!pthread_mutex_trylock(lock)) return 0;
+    for (;;) {
+        if (!lock_for_a_step(lock)) return 0;
+        if (ep_interrupted()) return ep_take_interrupt(), ep_world_interrupt(w);
+    }
 }
 
 /* ---- numbers and settings ---- */

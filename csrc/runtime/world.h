@@ -3,6 +3,8 @@
  * and the call records of the flight record. */
 #ifndef EP_WORLD_H
 #define EP_WORLD_H
+#include <pthread.h>
+
 #include "runtime/deferred_free.h"
 #include "runtime/flight_record.h"
 
@@ -41,6 +43,10 @@ void ep_world_end_call(EpWorld *world, uint64_t record, int code);
  * and EP_ECLOSED in a forked process or when the user interrupts the wait; then this rank has not entered. */
 int ep_world_enter_call(EpWorld *world, const EpCallRecord *call, uint64_t *record);
 void ep_world_leave_call(EpWorld *world, uint64_t record, int code);
+/* Lock a mutex of an object of this world, for an operation. The wait has no limit of its own: every wait of
+ * the thread that holds the lock has one. The user can interrupt it. EP_EINVAL in a signal handler that runs
+ * during a wait, and EP_ECLOSED in a forked process. */
+int ep_world_lock(EpWorld *world, pthread_mutex_t *lock);
 /* The user has interrupted this rank in an operation in which the others still are (interrupt.h). End the
  * world. Returns the reason of its end. ep_world_end_call does it by itself. */
 int ep_world_interrupt(EpWorld *world);

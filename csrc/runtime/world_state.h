@@ -52,6 +52,7 @@ struct EpWorld {
     pthread_mutex_t lock;   /* guards all fields below */
     pthread_cond_t changed; /* a frame has arrived, the world has ended, or the page is complete */
     bool closing, closed;
+    bool is_settled;  /* a thread joins the watchdog thread and closes all descriptors, or has done it */
     uint64_t left_ns; /* time at which this rank left alone with operations in flight, or 0; see watchdog.c */
     bool in_haste;    /* the process is about to end, so drain waits at most HASTE_NS */
     int end_code;     /* EpCode with which the world ended; 0 while it has not ended */
