@@ -72,6 +72,7 @@ ETIMEOUT: Final[int]
 EMISMATCH: Final[int]
 ECLOSED: Final[int]
 ETYPE: Final[int]
+ERUNTIME: Final[int]
 # Indices of words in the head of a plan.
 HEAD_STATUS: Final[int]
 HEAD_NUM_ROWS: Final[int]

@@ -538,6 +538,28 @@ def test_errors_reach_all_ranks_and_nothing_is_lost(ranks):
                 same_bits(got[name], want[name], name)
 
 
+def batched(world, device):
+    """A batch of gradients is refused on all ranks, and the same graph has its gradients afterwards."""
+    moe = make(world, device)
+    y, *leaves = forward(moe)
+    batch_of_two = torch.stack([torch.ones_like(y)] * 2)
+    error = outcome(lambda: torch.autograd.grad(y, leaves, batch_of_two, retain_graph=True,
+                                                is_grads_batched=True), moe.layer)
+    world.exchange(b"1")
+    got = backward(y, *leaves)
+    moe.zero_grad()
+    want = backward(*forward(moe))
+    moe.finalize()
+    return error, got, want
+
+
+def test_a_batch_of_gradients_is_refused(ranks):
+    for error, got, want in ranks(batched, world_size=2):
+        assert error.kind == "NotImplementedError" and "one gradient at a time" in error.text, error
+        for name in want:
+            same_bits(got[name], want[name], name)
+
+
 def restores_wrong_slots(world, device):
     """The module is given helps that no plan has found; then it works."""
     moe = make(world, device)

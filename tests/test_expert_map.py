@@ -1,6 +1,8 @@
 """ExpertMap and balance_experts: the maps alone, and layers whose experts are a map's physical experts."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.utils.flop_counter
 
 import epmoe
 from cases import generator, same_bits
-from epmoe import reference
+from epmoe import _C, reference
 from epmoe.testing import routing
 
 E, K, HIDDEN, TOKENS = 8, 3, 16, 9
@@ -54,6 +56,33 @@ def test_expert_map_spreads_the_tokens_over_the_replicas(dtype, rank):
         with torch.utils.flop_counter.FlopCounterMode(display=False):  # as operators of torch
             assert torch.equal(m.physical(idx, rank), physical)
             assert m.physical(dropped, rank)[0].tolist() == got
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)),
+                                    lambda m: m.to("cpu")], ids=("deepcopy", "pickle", "to"))
+def test_expert_map_copies_take_over_other_maps(copied):
+    m = copied(epmoe.ExpertMap(torch.tensor([0, 1, 2, 0])))
+    other = epmoe.ExpertMap(torch.tensor([-1, 0, 1, 2]))
+    m._copy_(other)
+    for name in "physical_to_logical_map", "logical_to_physical_map", "logical_count", "_table":
+        assert torch.equal(getattr(m, name), getattr(other, name)), name
+
+
+def test_expert_map_fill_refuses_wrong_tensors():
+    held, replicas = torch.tensor([0, 1, 0]), torch.empty(2, 2, dtype=torch.int64)
+    count, table = torch.empty(2, dtype=torch.int64), torch.empty(6, 3, dtype=torch.int32)
+    _C.fill_expert_map(held, replicas, count, table)
+    assert replicas.tolist() == [[0, 2], [1, -1]] and count.tolist() == [2, 1]
+    assert table.tolist() == [[1, -2, -1], [1, -1, -1], [2, 0, 2], [1, 1, -1], [1, -1, -1], [1, 4, -1]]
+    for wrong, text in (((torch.tensor([0, 2, 0]), replicas, count, table), "holds expert 2 of 2"),
+                        ((torch.tensor([0, 0, 0]), replicas, count, table), "or another has none"),
+                        ((torch.tensor([0, 0, -1]), replicas, count, table), "physical expert holds"),
+                        ((held[:1], replicas, count, table), "1 physical experts and 2 logical ones"),
+                        ((held, replicas[:, :1], count, table), "replicas: wanted size 2"),
+                        ((held, replicas, count, table.view(3, 6)), "table: wanted size 6"),
+                        ((held, replicas, held[:2], table), "share")):
+        with pytest.raises(ValueError, match=text):
+            _C.fill_expert_map(*wrong)
 
 
 def test_expert_map_logical_counts():

@@ -119,6 +119,17 @@ def test_moe_shared_layer_must_fit(ranks):
         check_outcomes(got[-1:], "TypeError", "num_buffers", "layer=")
 
 
+def test_moe_shared_layer_has_routing_weights_in_float32(ranks):
+    def run(world, device):
+        layer = epmoe.EPAll2AllLayer(world, 4, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
+                                     weight_dtype=torch.bfloat16, device=device)
+        got = outcome(lambda: epmoe.EPMoE(16, 24, 2 * world.size, 2, layer=layer, dtype=torch.float32))
+        layer.finalize()
+        return got
+
+    check_outcomes(ranks(run, world_size=2), "ValueError", "the shared layer has weight_dtype torch.bfloat16")
+
+
 @pytest.mark.parametrize("options, texts", [
     ({"inner": 32}, ("inner 32", "inner 24")),
     ({"activation": "gpt_oss"}, ("gpt_oss", "swiglu")),

@@ -306,7 +306,9 @@ def mistakes(world, device):
     optimizer = torch.optim.SGD(moe.parameters(), 0.1)
     backward(moe, world, device, model, 0)
     texts["step"] = error_of(optimizer.step)
+    texts["clip"] = error_of(lambda: torch.nn.utils.clip_grad_norm_(moe.parameters(), 1.0))
     moe.backward_dw()
+    torch.nn.utils.clip_grad_norm_(moe.parameters(), 1.0)
     optimizer.step()
     x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
     x.requires_grad_()
@@ -323,6 +325,7 @@ def test_moe_backward_dw_mistakes(ranks):
     for texts in ranks(mistakes, world_size=1):
         assert "no backward pass of this module waits for it" in texts["twice"]
         assert "call it once for each backward pass before the step" in texts["step"]
+        assert "clip_grad_norm_ scales gradients, but gradients of its parameters wait" in texts["clip"]
         assert "call backward(), then backward_dw()" in texts["grad"]
         assert "create it with delay_wgrad_compute=True" in texts["plain"]
 
@@ -355,7 +358,8 @@ def test_moe_main_grad_that_does_not_fit(ranks, wrong):
     results = ranks(wrong_buffer, WRONG[wrong], world_size=2, at_least=2)
     text = "down_proj has no main_grad" if wrong == "none" else "main_grad of down_proj: wanted a tensor"
     wanted = ["RuntimeError" if rank == 1 else "PeerError" for rank in range(len(results))]
-    check_outcomes([result for result, _ in results], wanted, text, on_rank=1)
+    check_outcomes([result for result, _ in results], wanted, text, on_rank=1,
+                   elsewhere=["rank 1 failed before its plan: RuntimeError"])
     assert all(changed for _, changed in results)
 
 

@@ -124,6 +124,22 @@ def test_shards_optimizer_with_states_before_its_first_step_loads_on_other_numbe
         assert torch.equal(torch.cat(process_ranks(_adagrad, num_ranks, str(tmp_path), False)), want)
 
 
+def _adagrad_with_room(rank, world_size):
+    """Return the rows of a state of an Adagrad before and after its first step."""
+    moe = epmoe.EPMoE(8, 16, 4, 2, num_physical=8, max_tokens=4, dtype=torch.float32, device="cpu")
+    optimizer = torch.optim.Adagrad(moe.parameters(), 0.01)
+    found = [len(optimizer.state_dict()["state"][0]["sum"])]
+    moe(torch.ones(4, 8), torch.arange(8).view(4, 2) % 4, torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    moe.finalize()
+    return [*found, len(optimizer.state_dict()["state"][0]["sum"])]
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_shards_states_before_the_first_step_have_the_rows_of_all_experts(num_ranks):
+    assert process_ranks(_adagrad_with_room, num_ranks) == [[4, 4]] * num_ranks
+
+
 def _copied(rank, world_size):
     """Copy a module and its optimizer, where a rank has as many places as there are experts."""
     moe = epmoe.EPMoE(8, 16, 4, 2, num_physical=8, max_tokens=4, dtype=torch.float32, device="cpu")

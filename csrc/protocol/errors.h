@@ -20,7 +20,8 @@
     X(EP_ECLOSED, -10, "EpClosed", "used after close")                        \
     X(EP_ESYS, -11, "EpError", "operating system error")                      \
     X(EP_ECUDA, -12, "EpError", "CUDA error")                                 \
-    X(EP_ECORRUPT, -13, "EpError", "a peer's words make no sense")
+    X(EP_ECORRUPT, -13, "EpError", "a peer's words make no sense")            \
+    X(EP_ERUNTIME, -14, "RuntimeError", "another error")
 typedef enum {
     EP_OK = 0,
 #define X(code, value, exception, text) code = value,

@@ -36,7 +36,7 @@ void ep_mark_reported(void) {
 }
 int ep_pending_code(void) {
     if (PyErr_ExceptionMatches(PyExc_TypeError)) return EP_ETYPE;
-    return EP_EINVAL;
+    return PyErr_ExceptionMatches(PyExc_ValueError) ? EP_EINVAL : EP_ERUNTIME;
 }
 
 FAST(set_exceptions) {

@@ -82,7 +82,9 @@ def status_of(error: BaseException) -> int:
     is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if is_of_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return _C.ENOMEM
-    return _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
+    if isinstance(error, TypeError):
+        return _C.ETYPE
+    return _C.EINVAL if isinstance(error, ValueError) else _C.ERUNTIME
 
 
 def include_dir() -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -267,9 +267,15 @@ def _watch(gradients: WeightGradients) -> None:
             _is_installed = True
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_no_delay(parameters: Iterable[Tensor], who: str, what: str) -> None:
+    """Raise RuntimeError if gradients of parameters wait for backward_dw.  who does what with them."""
     factors = [f for g in list(_delaying) for _, fs in list(g.pending) for f in fs]
     waiting = {id(f.deferred_wgrad.parameter) for f in factors}
-    if waiting and any(id(p) in waiting for group in optimizer.param_groups for p in group["params"]):
-        raise RuntimeError("an optimizer makes a step, but gradients of its parameters wait for "
-                           "backward_dw(): call it once for each backward pass before the step")
+    if waiting and any(id(p) in waiting for p in parameters):
+        raise RuntimeError(f"{who}, but gradients of its parameters wait for backward_dw(): call it once for "
+                           f"each backward pass before {what}")
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    check_no_delay((p for group in optimizer.param_groups for p in group["params"]),
+                   "an optimizer makes a step", "the step")

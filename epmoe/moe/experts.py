@@ -39,8 +39,8 @@ from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import Activation
 from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
 from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of
-from ..torch_modes import check_mode, implement, is_batch, is_plain, is_transformed, is_watched
-from ..torch_modes import record_gradient, requires_grad
+from ..torch_modes import check_backward, check_mode, implement, is_batch, is_plain, is_transformed
+from ..torch_modes import is_watched, record_gradient, requires_grad
 
 if TYPE_CHECKING:
     from .balance import Balancer
@@ -365,7 +365,10 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             ctx.balancer.restore(layer, ctx.buffer, plan, helps, (gate_up, None, down, down_bias))
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
         as_operators = is_watched() or is_transformed() or is_batch(dy)
-        check_mode(dy, gate_up, down, may_batch=True)
+        if helps is None:
+            check_mode(dy, gate_up, down, may_batch=True)
+        else:
+            check_backward(dy, gate_up, down)  # the staging has room for one gradient of a slot
         if torch.is_grad_enabled():
             raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
                                       f"{layer.dtype}: use dtype=torch.float32")

@@ -111,8 +111,8 @@ class QuantizedWeight:
 
     A change is seen by torch's version of the tensor, which every operation in place increases, and by each
     step of an optimizer of torch, because optimizers may write through `.data`, which torch does not count.
-    Who writes through `.data` in another way calls forget().  A CUDA graph quantises in each replay, because
-    the weight may change between replays.
+    Who writes through `.data` in another way, or by a collective, calls forget().  A CUDA graph quantises in
+    each replay, because the weight may change between replays.
     """
 
     def __init__(self) -> None:

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from ..gemm.weight_gradients import check_no_delay
 from . import shards
 from .shards import is_dtensor, is_spread, learn_mesh, of_ranks, owners
 
@@ -186,11 +187,14 @@ def _without_experts(init: Callable[..., Any]) -> Callable[..., Any]:
 
 def _by_world(grads: Iterable[Tensor],
               known: Mapping[int, EPMoE]) -> tuple[list[tuple[EPMoE, list[Tensor]]], list[Tensor]]:
-    """Return [(an EPMoE of a world, the gradients of the experts of this world)], and the other gradients."""
+    """Return [(an EPMoE of a world, the gradients of the experts of this world)], and the other gradients.
+
+    Of worlds with several ranks.
+    """
     worlds: dict[int, tuple[EPMoE, list[Tensor]]] = {}
     others: list[Tensor] = []
     for grad in grads:
-        if (moe := known.get(id(grad))) is None:
+        if (moe := known.get(id(grad))) is None or moe.layer.world_size == 1:
             others.append(grad)
         else:
             worlds.setdefault(id(moe.layer.world), (moe, []))[1].append(grad)
@@ -233,6 +237,7 @@ def _mesh_by_mesh(clip_grads_with_norm_: Callable[..., Any]) -> Callable[..., An
     def wrapper(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor,
                 foreach: bool | None = None) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check_no_delay(params, "clip_grad_norm_ scales gradients", "it")
         params = [p for p in params if p.grad is not None]
         for alike in _alike(params, [p.grad for p in params]):
             clip_grads_with_norm_(alike, max_norm, total_norm, foreach)

@@ -64,6 +64,9 @@ def check_shared(layer: EPAll2AllLayer, hidden: int, topk: int, num_physical: in
                             ("dtype", dtype, layer.dtype)):
         if got != want:
             raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
+    if layer.weight_dtype != torch.float32:
+        raise ValueError(f"the shared layer has weight_dtype {layer.weight_dtype}: an EPMoE applies routing "
+                         f"weights in float32: create the layer without weight_dtype")
 
 
 def as_rows(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> list[Tensor]:
@@ -943,8 +946,9 @@ class EPMoE(nn.Module):
         """Let the next forward of a module with compute_dtype in FP8 quantise its weights again.
 
         It does so by itself after a step of an optimizer of torch, after load_state_dict, and where an
-        operation of torch has changed a weight in place.  A change that torch does not count, through `.data`
-        or NumPy, needs this call.  Not collective.
+        operation of torch has changed a weight in place.  A change that torch does not count needs this call:
+        one through `.data` or NumPy, and by a collective such as torch.distributed.broadcast.  Not
+        collective.
 
         Examples:
             >>> import epmoe
@@ -1255,7 +1259,8 @@ class EPMoE(nn.Module):
         if (self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients
                 or self.computes_fp8 or not self._format.is_saved_as_held):
             shards.register(self)
-        if self.layer.world_size > 1:
+        delays = self._weight_gradients is not None and self._weight_gradients.delays
+        if self.layer.world_size > 1 or self.layer.num_experts != self.num_experts or delays:
             guards.install()
 
     @without_dynamo
