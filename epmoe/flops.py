@@ -62,6 +62,11 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, *_: A
     return _product(offsets, a, out)
 
 
+def _wgrad_fp8(a: Tensor, b: Any, offsets: Tensor, a_scale: Any, b_scale: Any, out: Tensor, *_: Any,
+               **__: Any) -> int:
+    return _product(offsets, a, out)
+
+
 def _dispatch_gemm(x: Any, x_scale: Any, weight: Any, plan: Tensor, gemm_weight: Tensor, gemm_scale: Any,
                    bias: Any, layer: str, *_: Any, out_val: list[Tensor], **__: Any) -> int:
     return _product_of_layer(layer, plan, out_val[0], gemm_weight)
@@ -99,7 +104,7 @@ def _experts_fp8_backward(dy: Tensor, offsets: Tensor, row_weight: Any, rows: An
 
 
 _FORMULAS: list[Callable[..., int]] = [
-    _grouped_gemm, _counted_products, _grouped_wgrad_add, _dispatch_gemm, _gemm_combine, _experts,
+    _grouped_gemm, _counted_products, _grouped_wgrad_add, _wgrad_fp8, _dispatch_gemm, _gemm_combine, _experts,
     _experts_backward_down, _experts_backward_up]
 
 

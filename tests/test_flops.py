@@ -111,6 +111,11 @@ CASES = {
     "FP8, capacity": {"weight_dtype": FP8, "capacity": 100, **MANY},
     "FP8, fused": {"weight_dtype": FP8, "op": fused_fp8_cases.StagedOp, **MANY},
     "FP8, few tokens": {"weight_dtype": FP8, "backward": False},
+    "products in FP8": {"compute_dtype": FP8},
+    "products in FP8, gradients of weights in 16 bits": {"compute_dtype": FP8, "wgrad_dtype": BF16},
+    "products in FP8, into main_grad": {"compute_dtype": FP8, "fuse_wgrad_accumulation": True},
+    "products in FP8, delayed": {"compute_dtype": FP8, "delay_wgrad_compute": True},
+    "products in FP8, without gradients": {"compute_dtype": FP8, **MANY},
     "4 bits": {"weight_dtype": "mxfp4", **MANY},
     "4 bits, few tokens": {"weight_dtype": "int4", "backward": False},
     "4 bits, tokens in FP8": {"weight_dtype": "int4", "dispatch_dtype": FP8, **MANY},
@@ -233,9 +238,9 @@ def test_formulas_are_registered_in_any_order_of_imports(first):
 assert ("torch.utils.flop_counter" in sys.modules) == ({first!r} != "epmoe")
 import epmoe
 from torch.utils import flop_counter
-assert sum(str(op).startswith("epmoe.") for op in flop_counter.flop_registry) == 8
+assert sum(str(op).startswith("epmoe.") for op in flop_counter.flop_registry) == 9
 from epmoe.moe import fp8_rows
-assert sum(str(op).startswith("epmoe.") for op in flop_counter.flop_registry) == 10
+assert sum(str(op).startswith("epmoe.") for op in flop_counter.flop_registry) == 11
 assert not any("epmoe" in type(finder).__module__ for finder in sys.meta_path)
 assert flop_counter.__spec__.name == "torch.utils.flop_counter"
 import inspect; inspect.getsource(flop_counter)"""

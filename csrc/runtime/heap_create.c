@@ -104,7 +104,7 @@ static int judge_offers(Offer *all, uint32_t W, uint32_t me) {
     /* This rank's own error first: the caller must see what is wrong on its rank. */
     if (all[me].code) return ep_error(all[me].code, "rank %u: %s", me, all[me].text);
     for (uint32_t r = 0; r < W; r++) {
-        if (all[r].code == EP_EINVAL || all[r].code == EP_ETYPE)
+        if (all[r].code == EP_EINVAL || all[r].code == EP_ETYPE || all[r].code == EP_ERUNTIME)
             return ep_error(EP_EPEER, "rank %u could not make its heap (%s): %s", r,
                             ep_error_name(all[r].code), all[r].text);
         if (all[r].code) return ep_error(all[r].code, "rank %u: %s", r, all[r].text);

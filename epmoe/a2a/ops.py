@@ -19,7 +19,7 @@ from .. import _C
 from ..comm.error_propagation import reporting
 from ..gemm.grouped import DGRAD, GATED, aligned
 from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
-from ..torch_modes import check_mode, implement, new_size, record_gradient
+from ..torch_modes import check_mode, implement, is_watched, new_size, record_gradient
 
 if TYPE_CHECKING:
     from .fused import EpAll2AllFusedOp
@@ -282,6 +282,8 @@ lib.define("dispatch_gemm(Tensor x, Tensor? x_scale, Tensor? weight, Tensor plan
            "Tensor? gemm_scale, Tensor? bias, str layer, int buffer, SymInt num_rows, int activation, "
            "float alpha=0, float limit=0, bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, "
            "Tensor, Tensor)")
+# Computes nothing: FlopCounterMode counts a product of the rows with each of the weights [L, N, K].
+lib.define("counted_products(Tensor rows, Tensor offsets, Tensor[] weights) -> Tensor")
 lib.define("gemm_combine(Tensor a, Tensor? a_scale, Tensor gemm_weight, Tensor? gemm_scale, Tensor? bias, "
            "Tensor? row_weight, Tensor plan, Tensor recv, str layer, int buffer, SymInt num_tokens, "
            "bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor)")
@@ -315,6 +317,13 @@ def _run_gemm_combine(a: Tensor, a_scale: Tensor | None, gemm_weight: Tensor, ge
                                    requires_grad, a_scale, gemm_scale)[:2]
 
 
+def count_products(rows: Tensor, offsets: Tensor, *weights: Tensor | None) -> None:
+    """Let a mode of torch that counts operations see products that a call of the module has made."""
+    if is_watched():
+        torch.ops.epmoe.counted_products(rows, offsets, [w for w in weights if w is not None])
+
+
+implement(lib, "counted_products", lambda rows, offsets, weights: rows.new_empty(0))
 implement(lib, "dispatch_gemm", _run_dispatch_gemm)
 implement(lib, "gemm_combine", _run_gemm_combine)
 

@@ -35,13 +35,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import _C
 from ..a2a.fused import EpAll2AllFusedOp
 from ..a2a.layout import EPLayout
-from ..a2a.ops import expert_offsets, row_dots, saved_tensors
+from ..a2a.ops import count_products, expert_offsets, row_dots, saved_tensors
 from ..comm.error_propagation import reporting
 from ..gemm.grouped import FP8_BLOCK, Kernel, as_kernel, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
-from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transpose_fp8
-from ..torch_modes import check_backward, check_mode, requires_grad
+from ..gemm.wgrad_fp8 import quantize_fp8_weight_pair, transpose_fp8, wgrad_into
+from ..torch_modes import call, check_backward, check_mode, implement, requires_grad
 from .experts import Weights, as_float32, expert_of_row
 from .four_bits import FourBits
 from .weights import WEIGHTS
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .weights import WeightFormat
 
 E4M3 = torch.float8_e4m3fn
+_lib = torch.library.Library("epmoe", "FRAGMENT")
 NO_COPIES = "token_saving=False with compute_dtype in FP8: leave token_saving out"
 Quantized = tuple[Tensor, Tensor]  # weights in FP8, and their scales
 Pair = tuple[Tensor, Tensor, Tensor, Tensor]  # the same, and transposed; see quantize_fp8_weight_pair
@@ -149,6 +150,20 @@ class QuantizedWeight:
         return QuantizedWeight, ()
 
 
+# The gradient of weights [L, N, K] from rows [M, N] and [M, K] in FP8.  To out of float32 it is added, times
+# scale.
+_lib.define("wgrad_fp8(Tensor a, Tensor b, Tensor offsets, Tensor a_scale, Tensor b_scale, Tensor(a!) out, "
+            "float scale) -> ()")
+
+
+def _wgrad_fp8(a: Tensor, b: Tensor, offsets: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor,
+               scale: float) -> None:
+    wgrad_into(*transpose_fp8(a, a_scale, offsets), *transpose_fp8(b, b_scale, offsets), offsets, out, scale)
+
+
+implement(_lib, "wgrad_fp8", _wgrad_fp8)
+
+
 class Fp8Factors(Factors):
     """The factors of a gradient in FP8.  tensors: a, b, the offsets, and the scales of a and b."""
 
@@ -159,8 +174,11 @@ class Fp8Factors(Factors):
     def product(self, out: Tensor | None = None, scale: float = 1) -> Tensor:
         """Return the gradient [L, N, K], or add it, times scale, to out of float32 and return that."""
         a, b, offsets, a_scale, b_scale = self.tensors
-        return grouped_wgrad_fp8(*transpose_fp8(a, a_scale, offsets), *transpose_fp8(b, b_scale, offsets),
-                                 offsets, self.dtype, out=out, alpha=scale)
+        if out is None:
+            shape = len(offsets) - 1, a.shape[1], b.shape[1]
+            out = torch.empty(shape, dtype=self.dtype, device=a.device)
+        call("wgrad_fp8", (a, b, offsets, a_scale, b_scale, out), scale)
+        return out
 
     def add_to(self, out: Tensor, scale: float) -> None:
         if out.dtype == torch.float32:
@@ -277,6 +295,7 @@ def _dispatch_and_multiply(layer: EPAll2AllLayer, x: Tensor, x_scale: Tensor, we
         out, rows, row_weight, recv, row_scale = layer._dispatch_gemm(
             x, weight, plan, w, bias, buffer, num_rows, 0, 0.0, 0.0, with_grad, x_scale, w_scale)
         assert rows is not None and row_scale is not None
+        count_products(rows, expert_offsets(layer, plan), w)
         return out, rows, row_scale, row_weight, recv
     rows, row_weight, recv, row_scale = layer._dispatch(x, weight, plan, buffer, num_rows, with_grad,
                                                         x_scale=x_scale)
@@ -295,6 +314,7 @@ def _multiply_and_combine(layer: EPAll2AllLayer, a: Tensor, a_scale: Tensor, w: 
     if isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_fp8(w, is_first=False):
         y, _, scalar = layer._gemm_combine(a, w, bias, row_weight, plan, recv, buffer, num_tokens, with_grad,
                                            a_scale, w_scale, row_scalar)
+        count_products(a, expert_offsets(layer, plan), w)
         return y, scalar
     rows = grouped_gemm(a, w, offsets=expert_offsets(layer, plan), bias=bias, a_scale=a_scale,
                         b_scale=w_scale, out_dtype=layer.dtype)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import _C
 from ..a2a.low_latency import LowLatencyAll2All
-from ..a2a.ops import expert_offsets, saved_tensors
+from ..a2a.ops import count_products, expert_offsets, saved_tensors
 from ..comm.error_propagation import reporting
 from ..gemm.activations import Activation, activate, is_gated
 from ..gemm.grouped import FORWARD, WGRAD, Kernel, aligned, as_kernel, grouped_gemm
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = 16  # the kernels of 16 bits take multiples of this
 _lib = torch.library.Library("epmoe", "FRAGMENT")
-# Computes nothing: FlopCounterMode counts a product of the rows with each of the weights [L, N, K].
-_lib.define("counted_products(Tensor rows, Tensor offsets, Tensor[] weights) -> Tensor")
 _FEW_COLUMNS = 256  # r of all adapters of a mixture together, up to which one product has them all
 
 
@@ -76,7 +74,7 @@ class LoraOfCall:
 
     def count(self, rows: Tensor, offsets: Tensor, parameters: Weights) -> None:
         """Let a mode of torch that counts operations see the products of a forward."""
-        _count(rows, offsets, parameters[0], parameters[2], *self.factors)
+        count_products(rows, offsets, parameters[0], parameters[2], *self.factors)
 
     def apply(self, x: Tensor, weight: Tensor, parameters: Weights, layer: EPAll2AllLayer, topk_idx: Tensor,
               layout: EPLayout, kernel: Kernel) -> Tensor:
@@ -147,7 +145,7 @@ class _Experts(torch.autograd.Function):
         y, rows, h, row_weight, recv, u, v = experts_ops.forward(
             layer, x, topk_idx, weight, layout, parameters, kernel, layer._unread_rows or -1, True,
             low=_low_of(factors, scaling))
-        _count(rows, expert_offsets(layer, layout.plan), parameters[0], parameters[2], *factors)
+        count_products(rows, expert_offsets(layer, layout.plan), parameters[0], parameters[2], *factors)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.scaling, (gate_up, _, down, down_bias) = scaling, parameters
         ctx.save_for_backward(layout.plan, gate_up, down, down_bias, rows, h, row_weight, recv, u, v,
@@ -178,24 +176,15 @@ class _Experts(torch.autograd.Function):
             # Also where this rank wants no gradient of x: the other ranks wait for its rows.
             dx, d_weight, p = experts_ops.backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g,
                                                       weighted, None, g, None, ctx.buffer, ctx.num_tokens, up)
-        _count(rows, offsets, gate_up, down, *factors)
+        count_products(rows, offsets, gate_up, down, *factors)
         d_a_up = _product(WGRAD, p, rows, offsets) if p is not None and needed[2] else None
         d_b_up = _product(WGRAD, d_h, u, offsets) if p is not None and needed[3] else None
         return (dx if needed[0] else None, d_weight if needed[1] else None, d_a_up, d_b_up, d_a_down,
                 d_b_down, *[None] * 6)
 
 
-def _count(rows: Tensor, offsets: Tensor, *weights: Tensor | None) -> None:
-    """Let a mode of torch that counts operations see the products that the module's calls have made."""
-    if is_watched():
-        torch.ops.epmoe.counted_products(rows, offsets, [w for w in weights if w is not None])
-
-
 def _product(kind: int, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return cast(Tensor, call("grouped_gemm", (a, b, offsets, None, None, None, None), kind, 0, False, None))
-
-
-implement(_lib, "counted_products", lambda rows, offsets, weights: rows.new_empty(0))
 
 
 # ---- an active adapter, one product after the other ----
