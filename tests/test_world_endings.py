@@ -1,13 +1,15 @@
 """Worlds that end in every way, on the CPU. `soak.py leaks --device cuda` does the same on GPUs."""
 
 import threading
+import time
 
 import pytest
 
 import endings
 import epmoe
 from cases import keep
-from pace import HANG_S
+from epmoe import _C
+from pace import HANG_S, WAIT_S
 from traces import held
 
 pytestmark = pytest.mark.cpu_only
@@ -80,3 +82,32 @@ def test_world_closed_by_several_threads(num_ranks):
     """Of the threads of a rank one closes it, and the others find it closed."""
     for _ in range(300 // num_ranks):
         assert not close_in_threads(2 * epmoe.thread_worlds(num_ranks))
+
+
+def test_world_that_ends_during_a_close_says_why():
+    """Also if another thread leaves it meanwhile, as World() does with worlds that have ended."""
+    for _ in range(50):
+        world, other = epmoe.thread_worlds(2)
+        errors = []
+
+        def close():
+            try:
+                world.close()
+            except epmoe.EpTimeout as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=close, daemon=True)
+        thread.start()
+        while thread.is_alive() and "close" not in world.flight_record():
+            time.sleep(0.001)  # until it waits for the other rank
+        _C.world_abort(other._c, _C.ETIMEOUT, "the other rank has given up")
+        until = time.monotonic() + WAIT_S
+        while time.monotonic() < until:
+            try:
+                world.check()
+            except epmoe.EpError:
+                break
+        world._leave(False)
+        thread.join(HANG_S)
+        other._leave(False)
+        assert len(errors) == 1 and "the other rank has given up" in str(errors[0])

@@ -331,7 +331,6 @@ static int gemm(int device, const EpGemmParams *p, const EpGemmScales *scales, c
     if (own) keep_own_columns(p, own);
     return 0;
 }
-/* The fused operations: here their stages, one after the other, in the layer's dtype. */
 /* Let the other ranks know in operation op that this rank cannot take part. */
 static int propagate(const EpComm *c, uint32_t op, int code) {
     EpComm comm = *c;
@@ -339,6 +338,7 @@ static int propagate(const EpComm *c, uint32_t op, int code) {
     ep_cpu_enter(&comm, op);
     return code;
 }
+/* The fused operations: here their stages, one after the other, in the layer's dtype. */
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, const EpScales *scales, void *stream) {
     float *memory; /* before the dispatch: nobody waits for this rank after it */
     int code = ep_cpu_gemm_memory(&p->gemm, NULL, &memory);

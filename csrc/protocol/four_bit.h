@@ -20,7 +20,8 @@
  *
  * Exports EpFourBitFormat, EpFourBit, EpExpandParams and ep_four_bit_*.
  * Invariant: the byte of a scale of MXFP4 is EP_MXFP4_BIAS to EP_MXFP4_MAX_SCALE, so a scale is at most 2.
- * Whoever packs weights checks it, because the exponents of the kernels end there. */
+ * Whoever packs weights checks it, because the exponents of the kernels end there. Past K, and in a place
+ * without an expert, the byte is 0, and so are all codes: then it does not matter what a scale of 0 means. */
 #ifndef EP_FOUR_BIT_H
 #define EP_FOUR_BIT_H
 #include <string.h>

@@ -203,6 +203,7 @@ static PyObject *propagate_pending_error(EpLayer *l, uint32_t buffer, uint32_t o
     void *stream = ep_current_stream(ep_layer_heap(l), plan);
     if (awaits && !ep_get_own_tensor(plan, false, &t, &awaited)) PyErr_Clear();
     if (awaited) WITHOUT_LOCK(of_plan = ep_layer_num_rows(l, buffer, awaited, stream, &num_rows));
+    if (of_plan == EP_EINVAL || of_plan == EP_ETYPE) of_plan = 0; /* it is no plan, so it has not failed */
     if (!of_plan) WITHOUT_LOCK(ep_layer_propagate_error(l, buffer, op, code, stream));
     if (!of_plan && !PyErr_Occurred()) return PyErr_Restore(type, value, trace), ep_mark_reported(), NULL;
     Py_XDECREF(type); /* the plan's error, or what a signal handler has raised during the wait, goes first */

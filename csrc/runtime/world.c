@@ -212,6 +212,13 @@ static bool is_closed(EpWorld *w) {
     pthread_mutex_unlock(&w->lock);
     return yes;
 }
+/* Closed by another thread while nothing was wrong: a close that failed for this reason has not failed. */
+static bool is_closed_in_order(EpWorld *w) {
+    pthread_mutex_lock(&w->lock);
+    const bool yes = w->closed && !w->end_code;
+    pthread_mutex_unlock(&w->lock);
+    return yes;
+}
 
 /* Leave the world, unless another thread has done it. have_agreed: all ranks are about to leave. */
 static void leave(EpWorld *w, bool have_agreed) {
@@ -259,7 +266,7 @@ static int close_together(EpWorld *w) {
     int code = ep_world_all_gather(w, &mine, 1, all);
     /* Keep the text: sending the goodbye to a dead peer also fails, and would overwrite the reason. */
     snprintf(why, sizeof why, "%s", ep_error_text());
-    if (code && is_closed(w)) return 0; /* another thread has left alone meanwhile */
+    if (code && is_closed_in_order(w)) return 0; /* another thread has left alone meanwhile */
     /* A rank was in another collective call. The world is intact, and all ranks must close it again. */
     const bool is_intact = (code == EP_EMISMATCH || code == EP_EPEER) && !ep_world_check(w);
     if (!is_intact) leave(w, !code);
@@ -282,7 +289,7 @@ int ep_world_close(EpWorld *w, bool collective) {
     if (code) {
         char why[256];
         snprintf(why, sizeof why, "%s", ep_error_text());
-        if (is_closed(w)) return 0;
+        if (is_closed_in_order(w)) return 0;
         if (code != EP_EINVAL && ep_world_check(w)) leave(w, false); /* the world has ended */
         return ep_error(code, "%s", why);
     }

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import Tensor
 
+from ..errors import EpError
 from ..torch_modes import is_watched, is_wrapper
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -54,7 +55,12 @@ class reporting:
         if isinstance(error, Exception) and type(self.plan) is torch.Tensor and not is_reported(error):
             try:
                 if self.awaits_plan:
-                    self.layer._num_rows(self.plan, self.buffer)
+                    try:
+                        self.layer._num_rows(self.plan, self.buffer)
+                    except EpError:
+                        raise
+                    except (TypeError, ValueError):
+                        pass  # it is no plan, so it has not failed
                 self.layer._propagate(self.op, error, self.buffer)
             finally:
                 del error, trace

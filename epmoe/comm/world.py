@@ -306,7 +306,7 @@ class World(Shared):
         # A rank that leaves alone keeps the entry: without it, the next layer here would create a world
         # alone.
         if (collective or self.size == 1) and _of_group.get(id(self.group)) is self:
-            del _of_group[id(self.group)]
+            _of_group.pop(id(self.group), None)  # another thread may close it, too
         _open.discard(self)
 
     def __enter__(self) -> Self:

@@ -175,6 +175,7 @@ class Fp8Factors(Factors):
         """Return the gradient [L, N, K], or add it, times scale, to out of float32 and return that."""
         a, b, offsets, a_scale, b_scale = self.tensors
         if out is None:
+            assert self.dtype != torch.float32  # to which it would be added
             shape = len(offsets) - 1, a.shape[1], b.shape[1]
             out = torch.empty(shape, dtype=self.dtype, device=a.device)
         call("wgrad_fp8", (a, b, offsets, a_scale, b_scale, out), scale)

@@ -12,14 +12,14 @@ and parameters without experts.
 | function | what the wrapper adds |
 |---|---|
 | torch.nn.utils.clip_grad._get_total_norm | the norm is over the experts of all ranks |
-| torch.nn.utils.clip_grad._clip_grads_with_norm_ | gradients on different meshes are scaled apart |
+| torch.nn.utils.clip_grad._clip_grads_with_norm_ | meshes are scaled apart; an error if gradients wait |
 | torch.amp.GradScaler.unscale_, ._check_inf_per_device | an infinity on one rank counts on all ranks |
 | torch.optim.Optimizer.state_dict, .load_state_dict | what a first step adds (shards.teach) |
 | FSDPParam.__init__ of FSDP2 | sharding over ranks with different experts is an error |
 
-All but the last are wrapped when a process creates its first EPMoE of several ranks.  FSDPParam is wrapped
-when fully_shard visits an EPMoE whose parameters it may not shard over all ranks.  With EPMOE_WRAP_TORCH=0
-nothing is wrapped.
+All but the last are wrapped when a process creates its first EPMoE of several ranks, with room for more
+experts than there are, or with delay_wgrad_compute.  FSDPParam is wrapped when fully_shard visits an EPMoE
+whose parameters it may not shard over all ranks.  With EPMOE_WRAP_TORCH=0 nothing is wrapped.
 """
 
 from __future__ import annotations
