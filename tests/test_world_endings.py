@@ -86,7 +86,7 @@ def test_world_closed_by_several_threads(num_ranks):
 
 def test_world_that_ends_during_a_close_says_why():
     """Also if another thread leaves it meanwhile, as World() does with worlds that have ended."""
-    for _ in range(50):
+    for _ in range(100):
         world, other = epmoe.thread_worlds(2)
         errors = []
 
@@ -100,6 +100,7 @@ def test_world_that_ends_during_a_close_says_why():
         thread.start()
         while thread.is_alive() and "close" not in world.flight_record():
             time.sleep(0.001)  # until it waits for the other rank
+        time.sleep(0.01)
         _C.world_abort(other._c, _C.ETIMEOUT, "the other rank has given up")
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
