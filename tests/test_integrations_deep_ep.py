@@ -1,5 +1,8 @@
 """epmoe.integrations.deep_ep against plain PyTorch: what each rank must receive follows from all inputs."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -158,6 +161,22 @@ def test_integrations_deep_ep_events_and_streams(ranks):
     ranks(run_events, world_size=2, timeout_s=60)
     with pytest.raises(RuntimeError, match="no event to wait for"):
         deep_ep.EventOverlap(None).current_stream_wait()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("cls", [deep_ep.Buffer, deep_ep.ElasticBuffer])
+def test_integrations_deep_ep_buffer_is_no_cycle(cls):
+    """A program that makes many gives their memory back at once."""
+    gc.collect()
+    gc.disable()
+    try:
+        buffer = cls(epmoe.thread_worlds(1)[0], explicitly_destroy=True, device="cpu")
+        buffer.destroy()
+        seen = weakref.ref(buffer)
+        del buffer
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_integrations_deep_ep_event_of_a_block():

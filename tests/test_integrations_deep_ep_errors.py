@@ -78,7 +78,9 @@ WRONG_V1 = (
 def run_v1(world, device, worst):
     buffer = deep_ep.Buffer(world, explicitly_destroy=True, device=device)
     right = v1_call(buffer, num_worst_tokens=worst)
-    wrong = [*WRONG_V1, (dict(expert_alignment="a"), ValueError, "expert_alignment 'a'")]
+    wrong = [*WRONG_V1, (dict(expert_alignment="a"), ValueError, "expert_alignment 'a'"),
+             *((dict([(name, right[name].to_sparse())]), ValueError, f"{name}: wanted a dense tensor")
+               for name in ("topk_idx", "topk_weights", "is_token_in_rank"))]
     if worst:
         wrong += [(dict(num_worst_tokens=n), ValueError, "num_worst_tokens|max_tokens")
                   for n in (1, -8, 10**12, "a")]

@@ -215,6 +215,17 @@ def test_layer_finalize_closes_its_own_heap(ranks):
     assert ranks(run, world_size=2) == ["EpClosed"] * ranks.size(2)
 
 
+@pytest.mark.cpu_only
+def test_layer_that_is_finalized_has_no_place_in_the_world():
+    """Also while the program keeps it: a world has 256 places, and a layer with its heap takes two."""
+    world = epmoe.thread_worlds(1)[0]
+    kept = []
+    for _ in range(260):
+        kept.append(epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=1, device="cpu"))
+        kept[-1].finalize()
+    world.close()
+
+
 def test_layer_of_a_closed_heap_is_refused(ranks):
     """A layer has no view of its heap, whose memory is gone then."""
 

@@ -35,10 +35,10 @@ class Buffer(LowLatency, Settings):
     """DeepEP's Buffer (V1) within one node, on the layers of epmoe.
 
     The methods are DeepEP's; docs/deep_ep.md has a table of what differs.  They are collective, except
-    get_dispatch_layout and capture, and all ranks make the same calls.  If one rank passes topk_weights and
-    others do not, all ranks raise EpMismatch; with num_worst_tokens, where the host reads nothing, the
-    world's rule applies: the world ends with an error after a second.  Nothing is differentiable, as in
-    DeepEP: call it in a torch.autograd.Function.
+    get_dispatch_layout and capture, and all ranks make the same calls.  If one rank passes topk_weights to
+    dispatch and others do not, all ranks raise EpMismatch; with num_worst_tokens, where the host reads
+    nothing, the world's rule applies: the world ends with an error after a second.  Nothing is
+    differentiable, as in DeepEP: call it in a torch.autograd.Function.
 
     Letters: W ranks, E experts, L = E/W experts of a rank, T tokens of this rank, K choices, M rows received.
 

@@ -80,10 +80,13 @@ def check_device(name, t, device):
 
 def check_tensor(name, t, device, dtype, *shape):
     """Check a tensor's dtype and shape; a size of None is any."""
-    if isinstance(t, torch.Tensor) and t.shape == shape and t.dtype == dtype and t.device == device:
-        return
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+    if t.is_nested or t.layout is not torch.strided:
+        raise ValueError(f"{name}: wanted a dense tensor, got one of layout "
+                         f"{'nested' if t.is_nested else t.layout}")
+    if t.shape == shape and t.dtype == dtype and t.device == device:
+        return
     if t.dtype != dtype:
         raise TypeError(f"{name}: wanted {dtype}, got {t.dtype}")
     if t.dim() != len(shape) or any(w is not None and w != n for w, n in zip(shape, t.shape)):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import weakref
 
 import torch
 
@@ -138,12 +139,12 @@ class Streams:
     to.  An asynchronous call runs on the communication stream, after previous_event or after all work of the
     current stream.
 
-    layers: Returns the layers of the buffer.
+    layers: A method that returns the layers of the buffer.
     """
 
     def __init__(self, device, layers):
         self.device = device
-        self._layers = layers
+        self._layers = weakref.WeakMethod(layers)  # a cycle with the buffer would keep its memory
         self.comm = torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
 
     def run(self, fn, inputs, previous_event=None, is_async=False):
@@ -183,7 +184,7 @@ class Streams:
         try:
             return fn()
         except EpError:
-            for layer in self._layers():
+            for layer in self._layers()():
                 with contextlib.suppress(Exception):
                     layer.synchronize()
             raise
