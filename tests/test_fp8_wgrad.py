@@ -245,7 +245,7 @@ def test_fp8_wgrad_refuses_wrong_arguments(ranks):
             (TypeError, "a: wanted", lambda: grouped_wgrad_fp8(whole[0], scales, q, scales, offsets)),
             (TypeError, "b: wanted", lambda: grouped_wgrad_fp8(q, scales, whole[0], scales, offsets)),
             (TypeError, "float32",
-             lambda: grouped_wgrad_fp8(q, scales, q, scales, offsets, out=whole.half())),
+             lambda: grouped_wgrad_fp8(q, scales, q, scales, offsets, out=whole.double())),
             (TypeError, "bfloat16",
              lambda: grouped_wgrad_fp8(q, scales, q, scales, offsets, torch.float64))):
         with pytest.raises(error, match=text):

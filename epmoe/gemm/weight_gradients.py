@@ -267,13 +267,17 @@ def _watch(gradients: WeightGradients) -> None:
             _is_installed = True
 
 
-def check_no_delay(parameters: Iterable[Tensor], who: str, what: str) -> None:
-    """Raise RuntimeError if gradients of parameters wait for backward_dw.  who does what with them."""
+def check_no_delay(parameters: Iterable[Tensor], use: str, before: str) -> None:
+    """Raise RuntimeError if gradients of parameters wait for backward_dw.
+
+    use: what the program does with the gradients, for the error; before: before what it should have called
+    backward_dw.
+    """
     factors = [f for g in list(_delaying) for _, fs in list(g.pending) for f in fs]
     waiting = {id(f.deferred_wgrad.parameter) for f in factors}
     if waiting and any(id(p) in waiting for p in parameters):
-        raise RuntimeError(f"{who}, but gradients of its parameters wait for backward_dw(): call it once for "
-                           f"each backward pass before {what}")
+        raise RuntimeError(f"{use}, but gradients of its parameters wait for backward_dw(): call it once for "
+                           f"each backward pass before {before}")
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

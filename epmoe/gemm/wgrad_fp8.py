@@ -28,13 +28,9 @@ def blocks_of_experts(offsets: Tensor, num_rows: int) -> list[tuple[int, int, in
     return [(e, begin, end, begin // BLOCK + e) for e, begin, end in rows_of_experts(offsets, num_rows)]
 
 
-def _check_dtype(t: Tensor, name: str) -> None:
+def _bytes_of(t: Tensor, name: str) -> Tensor:
     if t.dtype != torch.float8_e4m3fn:
         raise TypeError(f"{name}: wanted torch.float8_e4m3fn, got {t.dtype}")
-
-
-def _bytes_of(t: Tensor, name: str) -> Tensor:
-    _check_dtype(t, name)
     return aligned(t.detach().contiguous()).view(torch.uint8)
 
 
@@ -158,8 +154,8 @@ def grouped_wgrad_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, of
         b_scale: [L, ceil(K / 128)] float32.
         offsets: [L + 1] int32: as for transpose_fp8.
         out_dtype: torch.bfloat16 or torch.float16, if there is no out.
-        out: None, or [L, N, K] float32, contiguous and aligned to 16 bytes, as main_grad: alpha times the
-            result is added to it.
+        out: None, or [L, N, K], contiguous and aligned to 16 bytes.  To float32, as main_grad may have, alpha
+            times the result is added; bfloat16 or float16 gets the result.
         alpha: A factor of what is added to out.
 
     Returns:
@@ -180,24 +176,17 @@ def grouped_wgrad_fp8(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, of
         >>> grad.shape, grad[0, 0, 0].item()
         (torch.Size([1, 16, 32]), 6.0)
     """
-    _check_dtype(a, "a")
-    _check_dtype(b, "b")
-    if out is not None and out.dtype != torch.float32:
-        raise TypeError(f"out: wanted float32, got {out.dtype}")
-    if out is None and out_dtype not in (torch.bfloat16, torch.float16):
+    bytes_a, bytes_b = _bytes_of(a, "a"), _bytes_of(b, "b")
+    of_16_bits = torch.bfloat16, torch.float16
+    if out is not None and out.dtype not in (torch.float32, *of_16_bits):
+        raise TypeError(f"out: wanted float32, bfloat16 or float16, got {out.dtype}")
+    if out is None and out_dtype not in of_16_bits:
         raise TypeError(f"out_dtype: wanted bfloat16 or float16, got {out_dtype}")
     if out is None:
         out = torch.empty(len(offsets) - 1, len(a), len(b), dtype=out_dtype, device=a.device)
-    wgrad_into(a, a_scale, b, b_scale, offsets, out, alpha)
-    return out
-
-
-def wgrad_into(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, out: Tensor,
-               alpha: float) -> None:
-    """As grouped_wgrad_fp8 with arguments that fit.  out of 16 bits is written, and not added to."""
     if a.device.type == "cuda" and _C.HAS_CUDA and capabilities(a.device).has_hopper:
         mark_written((out,))
-        _C.wgrad_fp8(_bytes_of(a, "a"), _bytes_of(b, "b"), a_scale, b_scale, offsets, tile_counter(a), out,
-                     alpha)
+        _C.wgrad_fp8(bytes_a, bytes_b, a_scale, b_scale, offsets, tile_counter(a), out, alpha)
     else:
         _wgrad_by_torch(a, a_scale, b, b_scale, offsets, out, alpha)
+    return out

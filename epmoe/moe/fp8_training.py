@@ -40,7 +40,7 @@ from ..comm.error_propagation import reporting
 from ..gemm.grouped import FP8_BLOCK, Kernel, as_kernel, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
-from ..gemm.wgrad_fp8 import quantize_fp8_weight_pair, transpose_fp8, wgrad_into
+from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transpose_fp8
 from ..torch_modes import call, check_backward, check_mode, implement, requires_grad
 from .experts import Weights, as_float32, expert_of_row
 from .four_bits import FourBits
@@ -150,15 +150,15 @@ class QuantizedWeight:
         return QuantizedWeight, ()
 
 
-# The gradient of weights [L, N, K] from rows [M, N] and [M, K] in FP8.  To out of float32 it is added, times
-# scale.
+# The gradient of weights [L, N, K] from rows [M, N] and [M, K] in FP8; see grouped_wgrad_fp8 for out.
 _lib.define("wgrad_fp8(Tensor a, Tensor b, Tensor offsets, Tensor a_scale, Tensor b_scale, Tensor(a!) out, "
             "float scale) -> ()")
 
 
 def _wgrad_fp8(a: Tensor, b: Tensor, offsets: Tensor, a_scale: Tensor, b_scale: Tensor, out: Tensor,
                scale: float) -> None:
-    wgrad_into(*transpose_fp8(a, a_scale, offsets), *transpose_fp8(b, b_scale, offsets), offsets, out, scale)
+    grouped_wgrad_fp8(*transpose_fp8(a, a_scale, offsets), *transpose_fp8(b, b_scale, offsets), offsets,
+                      out=out, alpha=scale)
 
 
 implement(_lib, "wgrad_fp8", _wgrad_fp8)

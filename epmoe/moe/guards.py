@@ -237,7 +237,7 @@ def _mesh_by_mesh(clip_grads_with_norm_: Callable[..., Any]) -> Callable[..., An
     def wrapper(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor,
                 foreach: bool | None = None) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        check_no_delay(params, "clip_grad_norm_ scales gradients", "it")
+        check_no_delay(params, "clip_grad_norm_ scales gradients", "clip_grad_norm_")
         params = [p for p in params if p.grad is not None]
         for alike in _alike(params, [p.grad for p in params]):
             clip_grads_with_norm_(alike, max_norm, total_norm, foreach)

@@ -10,8 +10,8 @@
 #include "protocol/four_bit.h"
 
 /* What a lane reads of a unit: the codes of its two lines, and words with their scales and zeros. In MXFP4
- * half of a word has both scales of the unit. In INT4 a word has both, or one of them is the unit's, and half
- * a word its zeros. */
+ * the lower half of a word has both scales of the unit. In INT4 a word has both, or one of them is the
+ * unit's, and half a word its zeros. */
 typedef struct {
     uint2 codes[2];
     uint32_t scales[2], zeros[2];
@@ -77,10 +77,10 @@ template <bool F16> EP_PTX uint32_t ep_gemm_w4_offsets(uint32_t zeros, uint32_t 
     return __byte_perm(zeros, F16 ? 0xe4 : 0xc3, selector); /* the upper byte of -1024 or of -128 */
 }
 
-/* U: as of a stage. unit: its number in its block of 256 values of k. */
-template <typename C, int U>
+/* unit: the number of the unit in its block of 256 values of k. */
+template <typename C>
 EP_PTX EpGemmW4Factors ep_gemm_w4_factors(const EpGemmW4Raw *raw, int i, const EpFourBit *w, uint32_t unit) {
-    if constexpr (C::FORMAT == EP_MXFP4) return {ep_gemm_w4_mxfp4_scales<C::F16, U % 2>(raw->scales[i]), 0};
+    if constexpr (C::FORMAT == EP_MXFP4) return {ep_gemm_w4_mxfp4_scales<C::F16, 0>(raw->scales[i]), 0};
     /* which half of the word is of the first 32 values of k, and which of the others */
     const uint32_t log2 = ep_gemm_w4_log2_group(w), at = unit * EP_FOUR_BIT_UNIT;
     const uint32_t first = (at >> log2) % 2, second = (at + 32 >> log2) % 2;

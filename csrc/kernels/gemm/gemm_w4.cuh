@@ -249,8 +249,8 @@ EP_PTX void ep_gemm_w4_stage_large(float (&sum)[N / 2], const EpFourBit *w, cons
     EpGemmW4Raw raw;
     uint32_t a[16];
     ep_gemm_w4_read<C>(&raw, w, s, stage, own, unit);
-    ep_gemm_w4_expand_line<C, 0>(a, raw.codes[0], ep_gemm_w4_factors<C, 0>(&raw, 0, w, unit));
-    ep_gemm_w4_expand_line<C, 1>(a, raw.codes[1], ep_gemm_w4_factors<C, 0>(&raw, 1, w, unit));
+    ep_gemm_w4_expand_line<C, 0>(a, raw.codes[0], ep_gemm_w4_factors<C>(&raw, 0, w, unit));
+    ep_gemm_w4_expand_line<C, 1>(a, raw.codes[1], ep_gemm_w4_factors<C>(&raw, 1, w, unit));
     const uint64_t x = ep_wgmma_desc_rows(s->stages + stage * C::STAGE_BYTES, C::EIGHT_ROWS);
     ep_wgmma_fence();
 #pragma unroll

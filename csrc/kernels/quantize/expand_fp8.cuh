@@ -122,9 +122,9 @@ template <typename C> __global__ void __launch_bounds__(EP_EXPAND_THREADS, 3)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             ep_gemm_w4_expand_line<C, 0>(a[i], raw[i].codes[0],
-                                         ep_gemm_w4_factors<C, 0>(&raw[i], 0, &p.weights, unit));
+                                         ep_gemm_w4_factors<C>(&raw[i], 0, &p.weights, unit));
             ep_gemm_w4_expand_line<C, 1>(a[i], raw[i].codes[1],
-                                         ep_gemm_w4_factors<C, 0>(&raw[i], 1, &p.weights, unit));
+                                         ep_gemm_w4_factors<C>(&raw[i], 1, &p.weights, unit));
 #pragma unroll
             for (int j = 0; j < 16; j++) ep_expand_bound<C::F16>(&bounds, a[i][j]);
         }
