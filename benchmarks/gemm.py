@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import epmoe
+from epmoe.gemm.activations import as_kernel
 from epmoe.gemm.grouped import DGRAD, FORWARD, WGRAD
 from epmoe.reference import activate
 
@@ -36,7 +37,8 @@ def jobs(run):
 def with_torch(run, kind, a, b, offsets):
     """Compute the same GEMM with torch: one call on a GPU, one per expert on the CPU."""
     if not run.on_gpu:
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, 0, False, None)
+        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, as_kernel(None),
+                                            False, None)
     if len(offsets) == 2 and kind != WGRAD:
         return a @ (b[0].t() if kind == FORWARD else b[0])
     if kind == WGRAD:
@@ -98,7 +100,8 @@ def measure(run, shape):
     def ours(kind, activation, a, b):
         if kind == FORWARD:
             return epmoe.grouped_gemm(a, b, offsets=offsets, activation=activation)
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, 0, False, None)
+        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, as_kernel(None),
+                                            False, None)
 
     for name, kind, activation, a, b in products:
         with poisoned():

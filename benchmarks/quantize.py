@@ -10,7 +10,7 @@ import torch
 
 import epmoe
 from epmoe.gemm import quantize as fp8
-from epmoe.gemm.grouped import as_kernel
+from epmoe.gemm.activations import as_kernel
 from epmoe.reference import activate
 
 from .check import poisoned
@@ -43,7 +43,7 @@ def measure(run, shape):
         num_bytes = sum(t.numel() * t.element_size() for t in (x, q, scales))
         source, copy = torch.empty(2, num_bytes // 2, dtype=torch.uint8, device=run.device)
         fns = {f"epmoe quantise{name}": functools.partial(epmoe.quantize_fp8, x, activation),
-               f"torch quantise{name}": functools.partial(fp8._quantize_by_torch, x, *as_kernel(activation)),
+               f"torch quantise{name}": functools.partial(fp8._quantize_by_torch, x, as_kernel(activation)),
                f"copy of as many bytes{name}": functools.partial(copy.copy_, source)}
         rounds, round_ms = (6, 20.0) if run.on_gpu else (3, 1.0)
         ms = dict(zip(fns, alternated(list(fns.values()), run.device, run.cpu_group,

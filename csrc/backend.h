@@ -6,7 +6,7 @@
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
-#include "protocol/activation.h"
+#include "protocol/activation_gradient.h"
 #include "protocol/four_bit.h"
 #include "protocol/low_latency.h"
 #include "protocol/params.h"

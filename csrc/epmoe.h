@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "epmoe_device.h"
+#include "protocol/activation.h"
 #include "protocol/balance.h"
 #include "protocol/errors.h"
 #include "protocol/expert_map.h"
@@ -270,7 +271,7 @@ int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words
 #define EP_FIELD_OF_PLAN const EpTensor *
 #define EP_FIELD_OF_PLAN_OUT const EpTensor *
 #define EP_FIELD_OF_U32 uint32_t
-#define EP_FIELD_OF_F64 double
+#define EP_FIELD_OF_ACTIVATION EpActivation
 #define EP_FIELD_OF_PLANNED uint32_t
 #define EP_FIELD_OF_AWAITS uint32_t
 #define EP_ARGUMENT(S, kind, name) EP_FIELD_OF_##kind name;
@@ -361,11 +362,12 @@ int ep_device_query(int device, EpDevice *out);
 
 /* ---- grouped GEMM: local to a rank; on the CPU with rows of bf16 and f16 ---- */
 
-/* The operands. protocol/gemm_params.h lists the kinds and the activations. */
+/* The operands. protocol/gemm_params.h lists the kinds, activation.h beside it the activations. */
 typedef struct {
-    uint32_t kind, activation;
-    double alpha, limit;
-    /* offsets: i32 [L + 1], on the device. out of WGRAD may be f32: alpha times the result is added to it. */
+    uint32_t kind;
+    EpActivation activation;
+    /* offsets: i32 [L + 1], on the device. out of WGRAD may be f32: scale times the result is added to it. */
+    double scale;
     const EpTensor *a, *b, *offsets, *out;
     const EpTensor *bias, *row_weight; /* NULL, or [L][N] of out's dtype and f32 [M] */
     /* NULL; or in a FORWARD of 16 bits with an activation, without row_weight: [M][N], the product with its
@@ -401,14 +403,13 @@ int ep_gemm_has_counter(int device, void *stream, bool *has);
 
 /* ---- the gradient of an activation: local to a rank, CPU and CUDA ---- */
 
-/* See protocol/activation.h. h [M][I], or [M][2 I] for a gated activation, and d [M][I], of bf16 or f16;
- * offsets i32 [L + 1]; row_weight f32 [M] or NULL. Outputs: d_h as h, weighted as d, which may be d, dots f32
- * [M]. On CUDA, I is a multiple of 8. d_h_scale f32 [columns of h / 128][M] and weighted_scale f32
+/* See protocol/activation_gradient.h. h [M][I], or [M][2 I] for a gated activation, and d [M][I], of bf16 or
+ * f16; offsets i32 [L + 1]; row_weight f32 [M] or NULL. Outputs: d_h as h, weighted as d, which may be d,
+ * dots f32 [M]. On CUDA, I is a multiple of 8. d_h_scale f32 [columns of h / 128][M] and weighted_scale f32
  * [I / 128][M]: both, and d_h and weighted are u8, the bytes of e4m3 numbers, and I is a multiple of 128; or
  * neither. */
 typedef struct {
-    uint32_t activation;
-    double alpha, limit;
+    EpActivation activation;
     const EpTensor *h, *d, *offsets, *row_weight, *d_h, *weighted, *dots, *d_h_scale, *weighted_scale;
 } EpActivationArgs;
 int ep_activation(const EpActivationArgs *a, void *stream);
@@ -436,8 +437,7 @@ int ep_fill_expert_map(const EpExpertMap *a);
 /* ---- rows to FP8: local to a rank ---- */
 
 typedef struct {
-    uint32_t activation; /* EpActivation, applied first; alpha and limit as in EpGemm */
-    double alpha, limit;
+    EpActivation activation;  /* applied first */
     const EpTensor *x;        /* [M][K], if the activation is gated [M][2 * K]: f32, bf16 or f16 */
     const EpTensor *num_rows; /* NULL, or i32 [1]: rows from this number on are neither read nor written */
     const EpTensor *q;        /* u8 [M][K], the bytes of e4m3 numbers */
@@ -484,8 +484,8 @@ typedef struct {
     const EpTensor *a_scale, *b_scale; /* f32 [L][N / 128] and [L][K / 128], rounded up */
     const EpTensor *offsets;           /* i32 [L + 1] */
     const EpTensor *tile_counter;      /* as in EpGemm */
-    const EpTensor *out;               /* [L][N][K]: bf16, f16; or f32, to which alpha times it is added */
-    double alpha;
+    const EpTensor *out;               /* [L][N][K]: bf16, f16; or f32, to which scale times it is added */
+    double scale;
 } EpWgradFp8;
 int ep_wgrad_fp8(const EpWgradFp8 *wgrad, void *stream);
 

@@ -4,7 +4,7 @@ Objects are capsules.  A stream is a CUDA stream as an integer, or 0 on the CPU.
 epmoe.errors.  csrc/epmoe.h says what each call does, and which calls are collective.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NewType
 
 from torch import Tensor
@@ -193,9 +193,8 @@ def gemm_has_counter(tensor: Tensor, /) -> bool: ...  # for the current stream o
 # low_a, low_b: EpLowRank.
 def grouped_gemm(
     kind: int,
-    activation: int,
-    alpha: float,
-    limit: float,
+    activation: Sequence[float],
+    scale: float,
     a: Tensor,
     b: Tensor,
     offsets: Tensor,
@@ -215,11 +214,9 @@ def grouped_gemm(
     /,
 ) -> None: ...
 
-# See csrc/protocol/activation.h.
+# See csrc/protocol/activation_gradient.h.
 def activation(
-    activation: int,
-    alpha: float,
-    limit: float,
+    activation: Sequence[float],
     h: Tensor,
     d: Tensor,
     offsets: Tensor,
@@ -240,9 +237,7 @@ def fill_expert_map(held: Tensor, replicas: Tensor, count: Tensor, table: Tensor
 
 # Rows to FP8, after an activation.  q is uint8 here.  scales: [K / 128, M].
 def quantize_fp8(
-    activation: int,
-    alpha: float,
-    limit: float,
+    activation: Sequence[float],
     x: Tensor,
     num_rows: Tensor | None,
     q: Tensor,

@@ -98,8 +98,8 @@ def _experts_fp8(rows: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor, *
 
 def _experts_fp8_backward(dy: Tensor, offsets: Tensor, row_weight: Any, rows: Any, row_scale: Any, h: Any,
                           up_t: Tensor, up_t_scale: Any, down_t: Tensor, down_t_scale: Any, activation: Any,
-                          alpha: Any, limit: Any, wgrad_in_16_bits: Any, transposed: Any, of_gate_up: bool,
-                          of_down: bool, **_: Any) -> int:
+                          wgrad_in_16_bits: Any, transposed: Any, of_gate_up: bool, of_down: bool,
+                          **_: Any) -> int:
     return _product(offsets, dy, up_t, down_t, *[up_t] * of_gate_up, *[down_t] * of_down)
 
 

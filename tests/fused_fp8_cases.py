@@ -4,7 +4,7 @@ import torch
 
 import epmoe
 from epmoe.a2a.ops import expert_offsets
-from epmoe.gemm.grouped import activation_of
+from epmoe.gemm.activations import activation_of
 
 TOO_MANY = 1 << 55  # no memory holds as many
 
@@ -18,19 +18,19 @@ class StagedOp(epmoe.EpAll2AllFusedOp):
         super()._check_options()
         self._has_fused_fp8 = self._has_fused_fp8 or self.device.type == "cpu"
 
-    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
-                       limit=0.0, with_grad=False, x_scale=None, gemm_scale=None):
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation,
+                       with_grad=False, x_scale=None, gemm_scale=None):
         self.num_launches += x_scale is not None
         if self.device.type == "cuda" or x_scale is None:
             return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation,
-                                          alpha, limit, with_grad, x_scale, gemm_scale)
+                                          with_grad, x_scale, gemm_scale)
         q, x_scale = (t.repeat_interleave(self._copies, 0) for t in (x.view(torch.uint8), x_scale))
         rows, row_weight, recv, scales = self._dispatch(q.view(x.dtype), weight, plan, buffer, num_rows,
                                                         x_scale=x_scale)
         offsets = expert_offsets(self, plan)
         out = epmoe.grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
                                  b_scale=gemm_scale, out_dtype=self.dtype,
-                                 activation=activation_of(activation, alpha, limit))
+                                 activation=activation_of(activation))
         out[offsets[-1]:] = torch.nan
         return out, rows, row_weight, recv, scales
 

@@ -8,15 +8,15 @@ import torch
 import epmoe
 from cases import generator, misaligned
 from epmoe import _C, reference
-from epmoe.gemm.activations import is_gated
-from epmoe.gemm.grouped import GATED, aligned, as_kernel
+from epmoe.gemm.activations import as_kernel, is_gated
+from epmoe.gemm.grouped import aligned
 from epmoe.moe import fp8_training
 from gemm_cases import ACTIVATIONS, EPS, TINY
 
 LOW = [torch.bfloat16, torch.float16]
 
 
-def run_activation_backward(h, d, offsets, row_weight, activation, alpha=0.0, limit=0.0, in_place=False):
+def run_activation_backward(h, d, offsets, row_weight, kernel, in_place=False):
     """Return (w * d * y'(h), w * y, the sum of d * y of each row) for y = activation(h).
 
     h is [M, I], or [M, 2I] for a gated activation, d [M, I], both of bfloat16 or float16; row_weight w is
@@ -27,7 +27,7 @@ def run_activation_backward(h, d, offsets, row_weight, activation, alpha=0.0, li
     d_h = torch.empty_like(h)
     weighted = d if in_place else torch.empty_like(d)
     dots = torch.empty(len(d), dtype=torch.float32, device=d.device)
-    _C.activation(activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots, None, None)
+    _C.activation(kernel, h, d, offsets, row_weight, d_h, weighted, dots, None, None)
     return d_h, weighted, dots
 
 
@@ -67,8 +67,8 @@ def test_activation_gradients_equal_float64(ranks, activation, dtype):
     for columns, weighted in ((8, True), (48, False), (520, True)):
         h, d, offsets, w = problem(activation, 33, columns, dtype, ranks.device, before=2, after=3)
         w = w if weighted else None
-        got = run_activation_backward(h, d, offsets, w, *kernel)
-        again = run_activation_backward(h, d, offsets, w, *kernel)
+        got = run_activation_backward(h, d, offsets, w, kernel)
+        again = run_activation_backward(h, d, offsets, w, kernel)
         used = slice(2, 35)
         want, size = wanted(h[used], d[used], None if w is None else w[used], activation)
         eps, tiny = EPS[dtype], TINY[dtype]
@@ -79,7 +79,7 @@ def test_activation_gradients_equal_float64(ranks, activation, dtype):
             check(got[i][used], want[i], slack, f"{name} of {columns} columns")
         check(got[2][used], want[2], 2.0**-18 * size + 1e-6, f"dots of {columns} columns")
         assert all(torch.equal(a[used], b[used]) for a, b in zip(got, again))
-        over = run_activation_backward(h, d, offsets, w, *kernel, in_place=True)
+        over = run_activation_backward(h, d, offsets, w, kernel, in_place=True)
         assert over[1].data_ptr() == d.data_ptr()
         assert all(torch.equal(a[used], b[used]) for a, b in zip(got, over))
         assert d[:2].isnan().all() and d[35:].isnan().all()  # rows of no expert are not written
@@ -95,7 +95,7 @@ def test_activation_gradients_of_large_numbers(ranks, activation):
         h = torch.stack([h[:, :8], h[:, 8:]], -1).view(1, -1)
     offsets = torch.tensor([0, 1], dtype=torch.int32, device=ranks.device)
     d = torch.full((1, 8), 0.5, device=ranks.device, dtype=torch.bfloat16)
-    got = run_activation_backward(h, d, offsets, None, *as_kernel(activation))
+    got = run_activation_backward(h, d, offsets, None, as_kernel(activation))
     want, _ = wanted(h, d, None, activation)
     for a, b in zip(got[:2], want):
         torch.testing.assert_close(a.double(), b.bfloat16().double(), rtol=2.0**-7, atol=1e-6)
@@ -106,7 +106,7 @@ def test_activation_gradients_of_infinity(ranks, activation):
     """The slope is 1 at infinity and 0 at minus infinity, not NaN."""
     h = torch.tensor([[math.inf, -math.inf] * 4], device=ranks.device, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 1], dtype=torch.int32, device=ranks.device)
-    d_h, *_ = run_activation_backward(h, torch.full_like(h, 0.5), offsets, None, *as_kernel(activation))
+    d_h, *_ = run_activation_backward(h, torch.full_like(h, 0.5), offsets, None, as_kernel(activation))
     assert d_h.tolist() == [[0.5, 0.0] * 4]
 
 
@@ -117,7 +117,7 @@ def test_activation_gradients_of_nan(ranks):
     offsets = torch.tensor([0, 2], dtype=torch.int32, device=ranks.device)
     d = torch.ones(2, 16, device=ranks.device, dtype=torch.float16)
     for activation in ("swiglu", epmoe.SwiGLU(limit=7.0), "geglu_tanh"):
-        d_h, weighted, dots = run_activation_backward(h, d, offsets, None, *as_kernel(activation))
+        d_h, weighted, dots = run_activation_backward(h, d, offsets, None, as_kernel(activation))
         assert dots.isnan().all() and weighted[0, 3].isnan() and weighted[1, 4].isnan(), activation
         assert d_h[0, 3].isnan() and weighted.isnan().sum() == 2, activation
 
@@ -125,8 +125,9 @@ def test_activation_gradients_of_nan(ranks):
 def test_activation_gradients_without_rows_and_at_any_address(ranks):
     for rows in (0, 5):
         h, d, offsets, w = problem("swiglu", rows, 16, torch.bfloat16, ranks.device)
-        want = run_activation_backward(h, d, offsets, w, 2)
-        got = run_activation_backward(misaligned(h), misaligned(d), offsets, misaligned(w), 2)
+        want = run_activation_backward(h, d, offsets, w, as_kernel("swiglu"))
+        got = run_activation_backward(misaligned(h), misaligned(d), offsets, misaligned(w),
+                                      as_kernel("swiglu"))
         assert all(torch.equal(a, b) for a, b in zip(got, want)) and want[0].shape == (rows, 32)
 
 
@@ -135,12 +136,13 @@ def test_activation_gradients_without_rows_and_at_any_address(ranks):
     (dict(h=torch.zeros(3, 16, dtype=torch.bfloat16)), ValueError, "size 32 in dimension 1"),
     (dict(offsets=torch.zeros(2)), TypeError, "int32"),
     (dict(row_weight=torch.zeros(2)), ValueError, "size 3 in dimension 0"),
-    (dict(activation=len(_C.ACTIVATIONS)), ValueError, f"activation {len(_C.ACTIVATIONS)}"),
-    (dict(activation=3, alpha=math.nan), ValueError, "alpha nan"),
+    (dict(kernel=(len(_C.ACTIVATIONS), 0, 0)), ValueError, "there is no such kind"),
+    (dict(kernel=(3, math.nan, 1)), ValueError, "activation 3: .* its numbers valid"),
 ])
 def test_activation_gradients_of_wrong_arguments(ranks, change, error, text):
     arguments = dict(h=torch.zeros(3, 32, dtype=torch.bfloat16), d=torch.zeros(3, 16, dtype=torch.bfloat16),
-                     offsets=torch.tensor([0, 3], dtype=torch.int32), row_weight=None, activation=2) | change
+                     offsets=torch.tensor([0, 3], dtype=torch.int32), row_weight=None,
+                     kernel=as_kernel("swiglu")) | change
     arguments = {n: v.to(ranks.device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
     with pytest.raises(error, match=text):
         run_activation_backward(**arguments)
@@ -150,11 +152,11 @@ def test_activation_gradients_refuse_outputs_in_the_memory_of_inputs(ranks):
     """`weighted` may be the gradient d itself, but not a part of it."""
     h, d, offsets, _ = problem("swiglu", 5, 16, torch.bfloat16, ranks.device)
     dots = torch.empty(5, device=ranks.device)
-    want = run_activation_backward(h, d, offsets, None, 2)
+    want = run_activation_backward(h, d, offsets, None, as_kernel("swiglu"))
     longer = torch.cat([d, d.new_zeros(1, 16)])
 
     def call(d, d_h, weighted):
-        epmoe._C.activation(2, 0.0, 0.0, h, d, offsets, None, d_h, weighted, dots, None, None)
+        epmoe._C.activation(as_kernel("swiglu"), h, d, offsets, None, d_h, weighted, dots, None, None)
 
     for d_h, weighted, text in (
             (h, d, "gradient of the input shares memory with input of the activation"),
@@ -198,4 +200,4 @@ def test_activation_gradients_refuse_wrong_scales(ranks):
                                 ((of_d, of_d), ValueError, "scales of the gradient"),
                                 ((of_h, of_h), ValueError, "scales of the weighted rows")):
         with pytest.raises(error, match=text):
-            _C.activation(2, 0.0, 0.0, h, d, offsets, None, bytes_of_h, bytes_of_d, dots, *scales)
+            _C.activation(as_kernel("swiglu"), h, d, offsets, None, bytes_of_h, bytes_of_d, dots, *scales)

@@ -143,8 +143,8 @@ def test_build_has_no_empty_kernels_for_hopper(arch, compiles):
 NO_NVCC = not shutil.which("nvcc")
 IN_THE_HEAD = [f"room for every rank in {name}" for name in ("NUM_SEND", "NUM_RECV", "RANK_ROWS", "SOURCES")]
 ROW = 'X(SILU, "silu", ONE, 1.0f)'
-ACTIVATION = "gemm_params.h", ROW, ROW + ' X(NEW, "new", ONE, 1.0f)'
-GATE = "gemm_params.h", ROW, ROW + ' X(NEW, "new", GATES_FIRST, 1.0f)'
+ACTIVATION = "activation.h", ROW, ROW + ' X(NEW, "new", ONE, 1.0f)'
+GATE = "activation.h", ROW, ROW + ' X(NEW, "new", GATES_FIRST, 1.0f)'
 KIND = "gemm_params.h", "EP_GEMM_WGRAD = 2,", "EP_GEMM_WGRAD = 2, EP_GEMM_NEW = 3,"
 MODE = "shape.h", "EP_LOW_LATENCY_SCATTER = 4,", "EP_LOW_LATENCY_SCATTER = 4, EP_COMBINE_NEW = 5,"
 DTYPE = "shape.h", 'X(BF16, 2, 2, "bfloat16")', 'X(BF16, 2, 2, "bfloat16") X(NEW, 3, 4, "new")'

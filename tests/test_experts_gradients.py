@@ -17,7 +17,7 @@ import soak_train
 from cases import MODES, check_outcomes, keep, outcome, same_bits
 from epmoe import _C
 from epmoe.a2a.base import NO_CONFIG
-from epmoe.gemm.grouped import as_kernel
+from epmoe.gemm.activations import as_kernel
 from epmoe.moe import experts as experts_ops
 from experts_cases import NAMES, gradients, make_moe, step, works_after
 from fused_cases import (ACTIVATIONS, LEAVES, LOW, TOLERANCE, Experts, check_gradients, grown,
@@ -35,7 +35,7 @@ def test_experts_backward_has_the_sizes_of_its_rows(activation, columns):
         dy, down = torch.empty(5, 16), torch.empty(2, 16, 24)
         h, plan = torch.empty(7, columns), torch.empty(99, dtype=torch.int32)
         found = torch.ops.epmoe.experts_backward_down(
-            dy, plan, down, None, h, torch.empty(7), moe.layer.id, 0, *as_kernel(activation))
+            dy, plan, down, None, h, torch.empty(7), moe.layer.id, 0, as_kernel(activation))
     assert [tuple(t.shape) for t in found] == [(7, 16), (7, columns), (7, 24), (7,)]
     moe.finalize()
 

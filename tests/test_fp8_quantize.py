@@ -181,7 +181,7 @@ def test_fp8_quantize_by_torch_gives_the_same_bits(ranks):
     for dtype, pow2 in itertools.product(DTYPES, (False, True)):
         x = random_rows(33, 700, dtype)
         check_rows(x, *(t.contiguous() if t.dtype == E4M3 else t.t().contiguous().t()
-                        for t in fp8._quantize_by_torch(x, 0, 0.0, 0.0, pow2)), pow2)
+                        for t in fp8._quantize_by_torch(x, (0, 0, 0), pow2)), pow2)
 
 
 @pytest.mark.parametrize("activation", [None, pytest.param(epmoe.GptOss(1.3, 0.6), marks=pytest.mark.long)],
@@ -197,7 +197,7 @@ def test_fp8_quantize_is_an_operator(ranks, activation):
     compiled = torch.compile(quantize, fullgraph=True, backend="aot_eager", dynamic=True)
     for got, want in zip(compiled(x, num_rows), quantize(x, num_rows)):
         assert torch.equal(got, want)
-    arguments = (x, None, *epmoe.gemm.grouped.as_kernel(activation))
+    arguments = (x, None, epmoe.gemm.activations.as_kernel(activation))
     torch.library.opcheck(torch.ops.epmoe.quantize_fp8.default, arguments,
                           test_utils=("test_schema", "test_faketensor"))
 
@@ -222,7 +222,11 @@ def test_fp8_quantize_module_checks_what_it_gets():
     x, q, scales = torch.ones(3, 256), torch.empty(3, 256, dtype=torch.uint8), torch.empty(2, 3)
     for change, error, text in (
             (dict(x=x.double()), TypeError, "float64"), (dict(x=x[0]), ValueError, "2 dimensions"),
-            (dict(activation=2), ValueError, "size 512"), (dict(activation=99), ValueError, "99"),
+            (dict(activation=(2, 0, 0)), ValueError, "size 512"),
+            (dict(activation=(99, 0, 0)), ValueError, "99"),
+            (dict(activation=(0.5, 0, 0)), ValueError, "no such kind"),
+            (dict(activation=2), TypeError, "its kind and 2 numbers"),
+            (dict(activation=(2, 0)), TypeError, "its kind and 2 numbers"),
             (dict(q=q[:2]), ValueError, "size 3"), (dict(scales=scales[:1]), ValueError, "size 2"),
             (dict(num_rows=torch.ones(2, dtype=torch.int32)), ValueError, "size 1"),
             (dict(x=x.t().contiguous().t()), ValueError, "contiguous"),
@@ -231,7 +235,7 @@ def test_fp8_quantize_module_checks_what_it_gets():
             (dict(scales=x.view(-1)[-6:].view(2, 3)), ValueError, "address|scales shares memory with rows"),
             (dict(scales=q.view(-1)[:32].view(torch.float32)[:6].view(2, 3)), ValueError,
              "output shares memory with scales")):
-        call = dict(activation=0, alpha=0.0, limit=0.0, x=x, num_rows=None, q=q, scales=scales,
+        call = dict(activation=(0, 0, 0), x=x, num_rows=None, q=q, scales=scales,
                     is_pow2=False) | change
         with pytest.raises(error, match=text):
             epmoe._C.quantize_fp8(*call.values())

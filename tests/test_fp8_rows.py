@@ -5,7 +5,7 @@ import torch
 
 import epmoe
 from cases import same_bits
-from epmoe.gemm.grouped import as_kernel
+from epmoe.gemm.activations import as_kernel
 from epmoe.moe.fp8_rows import experts_fp8
 from pace import HANG_S
 
@@ -142,10 +142,10 @@ def test_fp8_rows_operators(ranks):
     order, offsets = grouped(idx)
     pairs = [torch.ops.epmoe.quantize_fp8_weight_pair(w) for w in (gate_up, down)]
     args = (x[order], gate_up.requires_grad_(), down.requires_grad_(), offsets, weight[order, 0],
-            *pairs[0], *pairs[1], *as_kernel("swiglu"), False, False)
+            *pairs[0], *pairs[1], as_kernel("swiglu"), False, False)
     operators = torch.ops.epmoe
     backward = (x[order], offsets, weight[order, 0], *operators.experts_fp8(*args)[1:], *pairs[0][2:],
-                *pairs[1][2:], *as_kernel("swiglu"), False, False, True, False)
+                *pairs[1][2:], as_kernel("swiglu"), False, False, True, False)
     for op, args in ((operators.quantize_fp8_weight_pair, (gate_up.detach(),)),
                      (operators.experts_fp8, args), (operators.experts_fp8_backward, backward)):
         torch.library.opcheck(op.default, args, test_utils="test_faketensor")

@@ -222,7 +222,8 @@ def test_fp8_wgrad_is_near_the_gradient(ranks):
     sizes, n, k = [300, 129], 128, 256
     (dy, offsets), (x, _) = random_rows(sizes, n, ranks.device), random_rows(sizes, k, ranks.device, 5)
     dy, x = dy.bfloat16(), x.bfloat16()
-    want = torch.ops.epmoe.grouped_gemm(dy, x, offsets, None, None, None, None, 2, 0, False, None).double()
+    want = torch.ops.epmoe.grouped_gemm(dy, x, offsets, None, None, None, None, 2, (0, 0, 0), False,
+                                        None).double()
     a, b = (transpose_fp8(*epmoe.quantize_fp8(t, pow2=True), offsets) for t in (dy, x))
     got = grouped_wgrad_fp8(*a, *b, offsets).double()
     assert (got - want).norm() < 0.06 * want.norm()

@@ -70,7 +70,7 @@ def test_gemm_rows_of_no_expert_are_not_written_or_are_zero(ranks, clears):
     x, weight, _, _, offsets = problem([130, 7], 64, 32, torch.bfloat16, ranks.device)
     for portable in kernels(ranks):
         out = torch.full((len(x), 64), 7.0, dtype=x.dtype, device=x.device)
-        epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, offsets.new_zeros(1).long(),
+        epmoe._C.grouped_gemm(0, (0, 0, 0), 0.0, x, weight, offsets, None, None, offsets.new_zeros(1).long(),
                               out, portable, *[None] * 6, 0, clears)
         rest = 0 if clears else 7
         assert (out[:3] == rest).all() and (out[140:] == rest).all()
@@ -85,7 +85,7 @@ def test_gemm_module_refuses_an_output_in_the_memory_of_an_input(ranks):
     for out, name in ((x, "rows"), (memory[8:][:x.numel()].view_as(x), "rows"),
                       (memory[-x.numel() - 8:-8].view_as(x), "(rows|weights)")):
         with pytest.raises(ValueError, match=f"output shares memory with {name}"):
-            epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, bias, row_weight,
+            epmoe._C.grouped_gemm(0, (0, 0, 0), 0.0, x, weight, offsets, bias, row_weight,
                                   offsets.new_zeros(1).long(), out, False, *[None] * 6, 0, False)
 
 

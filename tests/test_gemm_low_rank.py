@@ -10,7 +10,8 @@ import torch
 
 from cases import first, generator
 from epmoe import _C
-from epmoe.gemm.grouped import DGRAD, FORWARD, WGRAD, _out_shape, as_kernel, tile_counter
+from epmoe.gemm.activations import as_kernel
+from epmoe.gemm.grouped import DGRAD, FORWARD, WGRAD, _out_shape, tile_counter
 from gemm_cases import ACTIVATIONS, SIZES, check, finish64, kernels, problem, products64, rows_of_experts
 
 
@@ -24,16 +25,16 @@ def low_rank_problem(sizes, n, k, r, dtype, device):
     return x, weight, bias, offsets, low_a, low_b
 
 
-def multiply(x, weight, offsets, low, kind=FORWARD, kernel=(0, 0.0, 0.0), bias=None, saves=False,
+def multiply(x, weight, offsets, low, kind=FORWARD, kernel=as_kernel(None), bias=None, saves=False,
              portable=False):
     """Return (out, saved) of the module's product, to which it adds low = (low_a, low_b), or None.
 
     saved: the product with its bias, before the activation, or an empty tensor.
     """
-    out = x.new_empty(_out_shape(x, weight, offsets, kind, kernel[0]))
+    out = x.new_empty(_out_shape(x, weight, offsets, kind, kernel))
     saved = x.new_empty((len(x) if saves else 0, weight.shape[1]))
-    _C.grouped_gemm(kind, *kernel, x, weight, offsets, bias, None, tile_counter(x), out, portable, None, None,
-                    None, saved if saves else None, *(low or (None, None)), 0, False)
+    _C.grouped_gemm(kind, kernel, 0.0, x, weight, offsets, bias, None, tile_counter(x), out, portable, None,
+                    None, None, saved if saves else None, *(low or (None, None)), 0, False)
     return out, saved
 
 

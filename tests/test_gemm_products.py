@@ -18,6 +18,7 @@ import epmoe
 from cases import generator
 from epmoe import reference
 from epmoe.comm.device import Capabilities
+from epmoe.gemm.activations import as_kernel
 from epmoe.gemm.grouped import DGRAD, WGRAD, has_kernel
 from gemm_cases import (ACTIVATIONS, MODELS, SIZES, check, finish64, forward64, kernels, problem, products64,
                         rows_of_experts)
@@ -66,8 +67,8 @@ def test_gemm_backward_products_equal_sums_in_float64(ranks, sizes, n, k, dtype)
     dy = problem(sizes, k, n, dtype, ranks.device, seed=1)[0]
     op = torch.ops.epmoe.grouped_gemm
     for portable in kernels(ranks):
-        dx = op(dy, weight, offsets, None, None, None, None, DGRAD, 0, portable, None)
-        dw = op(dy, x, offsets, None, None, None, None, WGRAD, 0, portable, None)
+        dx = op(dy, weight, offsets, None, None, None, None, DGRAD, as_kernel(None), portable, None)
+        dw = op(dy, x, offsets, None, None, None, None, WGRAD, as_kernel(None), portable, None)
         for e, begin, end in rows_of_experts(offsets):
             g, r, w = dy[begin:end].double(), x[begin:end].double(), weight[e].double()
             check(dx[begin:end], g @ w, g.abs() @ w.abs(), f"dx of expert {e}")
@@ -119,10 +120,10 @@ def test_gemm_of_models_equals_sums_in_float64(ranks, model):
     weight.div_(k**0.5)
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     op = torch.ops.epmoe.grouped_gemm
-    y = op(x, weight, offsets, None, None, None, None, 0, 0, False, None)
-    h = op(x, weight, offsets, None, None, None, None, 0, 2, False, None)
-    dx = op(dy, weight, offsets, None, None, None, None, DGRAD, 0, False, None)
-    dw = op(dy, x, offsets, None, None, None, None, WGRAD, 0, False, None)
+    y = op(x, weight, offsets, None, None, None, None, 0, as_kernel(None), False, None)
+    h = op(x, weight, offsets, None, None, None, None, 0, as_kernel("swiglu"), False, None)
+    dx = op(dy, weight, offsets, None, None, None, None, DGRAD, as_kernel(None), False, None)
+    dw = op(dy, x, offsets, None, None, None, None, WGRAD, as_kernel(None), False, None)
     ends = offsets.tolist()
     for e in (0, num_experts // 2, num_experts - 1):
         begin, end = ends[e], ends[e + 1]
@@ -160,7 +161,7 @@ offsets, counter = torch.tensor([0, 130, 200], dtype=torch.int32), torch.zeros(1
 out = torch.full((200, 48), torch.nan).bfloat16()
 # torch itself may launch no kernel here, because it has no PTX that the driver could compile
 x_, weight_, offsets_, counter_, out_ = (t.cuda() for t in (x, weight, offsets, counter, out))
-_C.grouped_gemm(0, 0, 0.0, 0.0, x_, weight_, offsets_, None, None, counter_, out_, False, *[None] * 6, 0,
+_C.grouped_gemm(0, (0, 0, 0), 0.0, x_, weight_, offsets_, None, None, counter_, out_, False, *[None] * 6, 0,
                 False)
 want = torch.cat([x[:130].double() @ weight[0].double().t(), x[130:].double() @ weight[1].double().t()])
 torch.testing.assert_close(out_.cpu().double(), want, rtol=2**-8, atol=1e-4)

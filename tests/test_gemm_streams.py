@@ -145,7 +145,7 @@ def test_gemm_passes_a_counter_where_the_module_has_none(monkeypatch, has_counte
     passed = []
     monkeypatch.setattr("epmoe.gemm.grouped.has_kernel", lambda a, b: True)
     monkeypatch.setattr(epmoe._C, "gemm_has_counter", lambda tensor: has_counter)
-    monkeypatch.setattr(epmoe._C, "grouped_gemm", lambda *args: passed.append(args[9]))
+    monkeypatch.setattr(epmoe._C, "grouped_gemm", lambda *args: passed.append(args[8]))
     x, weight, _, _, offsets = problem([4, 0, 9], 32, 16, torch.bfloat16, "cpu")
     for _ in range(2):
         epmoe.grouped_gemm(x, weight, offsets=offsets)
@@ -183,7 +183,7 @@ def test_gemm_as_first_gpu_call_of_a_thread(ranks):
 
     def call_gemm():
         try:
-            epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, counter, got, False,
+            epmoe._C.grouped_gemm(0, (0, 0, 0), 0.0, x, weight, offsets, None, None, counter, got, False,
                                   *[None] * 6, 0, False)
         except epmoe.EpError as e:
             errors.append(e)

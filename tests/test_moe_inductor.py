@@ -81,7 +81,8 @@ def no_tokens_here(world, device):
 
 def recomputed(world, device):
     """Checkpointing recomputes a block in its backward. All ranks must start this at the same point."""
-    blocks = nn.ModuleList(Block(world, device, max_tokens=512) for _ in range(2))
+    blocks = nn.ModuleList(Block(world, device, max_tokens=512, activation=activation)
+                           for activation in ("swiglu", epmoe.SwiGLU(1.3, 2.0)))
     keep(world, blocks)
 
     def loss(x):

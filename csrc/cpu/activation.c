@@ -1,4 +1,4 @@
-/* cpu/activation.c - the gradient of an activation in plain C; see protocol/activation.h. */
+/* cpu/activation.c - the gradient of an activation in plain C; see protocol/activation_gradient.h. */
 #include "cpu/ops.h"
 #include "cpu/quantize.h"
 #include "cpu/rows.h"
@@ -10,8 +10,8 @@ enum { GROUP = EP_QUANTIZE_GROUP };
  * mixed as in h. */
 static void quantize_columns(const EpActivationParams *p, uint32_t row, uint32_t c, const uint16_t *of_h,
                              const uint16_t *weighted) {
-    const uint32_t I = p->num_cols, act = p->activation, dtype = p->is_f16 ? EP_F16 : EP_BF16;
-    const uint32_t halves = 1 + ep_gemm_is_gated(act), first = c / GROUP * GROUP;
+    const uint32_t I = p->num_cols, act = p->activation.kind, dtype = p->is_f16 ? EP_F16 : EP_BF16;
+    const uint32_t halves = 1 + EP_ACT_IS_GATED(act), first = c / GROUP * GROUP;
     const uint64_t at = (uint64_t)row * I;
     p->weighted_scales[(uint64_t)(first / GROUP) * p->num_rows + row] =
         ep_cpu_quantize(p->weighted8 + at + first, weighted, dtype, EP_FP8_POW2);
@@ -23,8 +23,8 @@ static void quantize_columns(const EpActivationParams *p, uint32_t row, uint32_t
 }
 
 static void compute_row(const EpActivationParams *p, uint32_t row) {
-    const uint32_t I = p->num_cols, act = p->activation, dtype = p->is_f16 ? EP_F16 : EP_BF16;
-    const bool gated = ep_gemm_is_gated(act), quantizes = p->d_h8 != NULL;
+    const uint32_t I = p->num_cols, act = p->activation.kind, dtype = p->is_f16 ? EP_F16 : EP_BF16;
+    const bool gated = EP_ACT_IS_GATED(act), quantizes = p->d_h8 != NULL;
     const uint64_t at = (uint64_t)row * I, of_h = gated ? 2 * at : at;
     const float w = p->row_weight ? p->row_weight[row] : 1.0f;
     uint16_t group_h[2 * GROUP], group_y[GROUP];
@@ -32,7 +32,7 @@ static void compute_row(const EpActivationParams *p, uint32_t row) {
     for (uint32_t c = 0; c < I; c++) {
         const uint64_t gate = of_h + ep_act_gate_col(act, c), up = of_h + ep_act_up_col(act, c, I);
         const float u = gated ? ep_cpu_number(p->h, dtype, up) : 0;
-        const EpActivated y = ep_act_gradient(act, p->alpha, p->limit, ep_cpu_number(p->h, dtype, gate), u);
+        const EpActivated y = ep_act_gradient(&p->activation, ep_cpu_number(p->h, dtype, gate), u);
         const float d = ep_cpu_number(p->d, dtype, at + c);
         const float wd = w * d;
         const uint32_t j = c % GROUP;

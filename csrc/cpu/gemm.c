@@ -81,7 +81,7 @@ static void load_low_rows(const Work *g, uint32_t row, uint32_t num) {
 /* Bias, activation and row weight of a row of the product, in float32, rounded once. */
 static void store_row(const Work *g, uint32_t expert, uint32_t row, float *y) {
     const EpGemmParams *p = g->p;
-    const uint32_t num = ep_gemm_out_cols(p), act = p->activation;
+    const uint32_t num = ep_gemm_out_cols(p), act = p->activation.kind;
     const float weight = !p->saves && p->row_weight ? p->row_weight[row] : 1.0f;
     if (p->bias)
         for (uint32_t n = 0; n < p->n; n++)
@@ -91,8 +91,8 @@ static void store_row(const Work *g, uint32_t expert, uint32_t row, float *y) {
          c++) { /* in place: column c of the output needs column c of the product or later */
         float value = y[c];
         if (act) {
-            const float up = ep_gemm_is_gated(act) ? y[ep_act_up_col(act, c, num)] : 0;
-            value = ep_act_gradient(act, p->alpha, p->limit, y[ep_act_gate_col(act, c)], up).value;
+            const float up = EP_ACT_IS_GATED(act) ? y[ep_act_up_col(act, c, num)] : 0;
+            value = ep_act_gradient(&p->activation, y[ep_act_gate_col(act, c)], up).value;
         }
         y[c] = weight * value;
     }
@@ -175,7 +175,7 @@ static void wgrad(const Work *g, uint32_t expert, uint32_t begin, uint32_t end) 
             const float *sum = g->block + n * padded;
             if (!p->accumulates) g->loop->store(p->out, g->dtype, at, sum, p->k);
             for (uint32_t k = 0; k < p->k && p->accumulates; k++)
-                ((float *)p->out)[at + k] += p->alpha * sum[k];
+                ((float *)p->out)[at + k] += p->scale * sum[k];
         }
     }
 }

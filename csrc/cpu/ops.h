@@ -7,7 +7,7 @@
  * protocol/plan.h. */
 #ifndef EP_CPU_OPS_H
 #define EP_CPU_OPS_H
-#include "protocol/activation.h"
+#include "protocol/activation_gradient.h"
 #include "protocol/four_bit.h"
 #include "protocol/low_latency.h"
 #include "protocol/plan.h"

@@ -6,8 +6,8 @@
 
 /* Read numbers col, .., col + num - 1 of a row after its activation. */
 static void read_group(float *to, const EpQuantizeParams *p, uint32_t row, uint32_t col, uint32_t num) {
-    const uint32_t act = p->activation;
-    const bool gated = ep_gemm_is_gated(act), mixed = EP_ACT_IS_MIXED(act);
+    const uint32_t act = p->activation.kind;
+    const bool gated = EP_ACT_IS_GATED(act), mixed = EP_ACT_IS_MIXED(act);
     const uint64_t begin = (uint64_t)row * p->k * (gated ? 2 : 1);
     float in[2 * EP_QUANTIZE_GROUP]; /* gate, up, gate, up; or all gates, then the ups */
     if (mixed) {

@@ -11,7 +11,7 @@
 EpClusterKernel *ep_find_kernel(EpClusterKernel *table, uint32_t op, const EpGemmParams *p,
                                 uint32_t tile_cols) {
     for (EpClusterKernel *k = table; k->function; k++)
-        if (k->op == op && k->kind == p->kind && k->activation == EP_ACT_KERNEL(p->activation) &&
+        if (k->op == op && k->kind == p->kind && k->activation == EP_ACT_KERNEL(p->activation.kind) &&
             k->tile_cols == tile_cols)
             return k;
     return NULL;

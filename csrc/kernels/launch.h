@@ -2,7 +2,7 @@
  * current device and returns its cudaError_t. */
 #ifndef EP_LAUNCH_H
 #define EP_LAUNCH_H
-#include "protocol/activation.h"
+#include "protocol/activation_gradient.h"
 #include "protocol/balance.h"
 #include "protocol/expert_map.h"
 #include "protocol/four_bit.h"

@@ -1,10 +1,15 @@
 /* activation.c - the gradient of an activation: check the arguments, fill in the parameters, launch.
  *
- * Exports ep_activation. The operation is local to a rank, and no peer takes part. */
-#include "backend.h"
+ * Exports ep_activation and ep_check_activation. The operation is local to a rank, and no peer takes part. */
+#include "layer/prepare.h"
 #include "protocol/quantize.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"
+
+int ep_check_activation(EpActivation a) {
+    if (ep_act_is_valid(a)) return 0;
+    return ep_error(EP_EINVAL, "activation %u: must be one of EP_ACTIVATIONS, and its numbers valid", a.kind);
+}
 
 int ep_activation(const EpActivationArgs *a, void *stream) {
     const EpTensor *y = a->weighted;
@@ -14,17 +19,14 @@ int ep_activation(const EpActivationArgs *a, void *stream) {
     const uint32_t dtype = a->d->dtype, out_dtype = quantizes ? EP_U8 : dtype;
     EpActivationParams p = {0};
     if (!backend) return EP_EINVAL;
-    if (!ep_gemm_is_activation(a->activation, (float)a->alpha, (float)a->limit))
-        return ep_error(EP_EINVAL,
-                        "activation %u (alpha %g, limit %g): must be an EpActivation with valid numbers",
-                        a->activation, a->alpha, a->limit);
+    EP_TRY(ep_check_activation(a->activation));
     if (dtype != EP_BF16 && dtype != EP_F16)
         return ep_error(EP_ETYPE, "gradient: wanted bfloat16 or float16, got %s", ep_dtype_name(dtype));
     if (y->num_dims != 2 || a->offsets->num_dims != 1 || a->offsets->shape[0] < 1)
         return ep_error(EP_EINVAL, "wanted weighted rows of 2 dimensions and offsets of 1; got %u and %u",
                         y->num_dims, a->offsets->num_dims);
     const int64_t M = y->shape[0], I = y->shape[1], L = a->offsets->shape[0] - 1;
-    const int64_t H = ep_gemm_is_gated(a->activation) ? 2 * I : I;
+    const int64_t H = EP_ACT_IS_GATED(a->activation.kind) ? 2 * I : I;
     if (M > INT32_MAX || L >= INT32_MAX || I < 1 || I > 1 << 24)
         return ep_error(EP_EINVAL, "%lld rows of %lld columns for %lld experts: too large", (long long)M,
                         (long long)I, (long long)L);
@@ -78,9 +80,6 @@ int ep_activation(const EpActivationArgs *a, void *stream) {
     p.num_experts = (uint32_t)L;
     p.num_cols = (uint32_t)I;
     p.is_f16 = dtype == EP_F16;
-    p.activation = a->activation;
-    p.alpha = (float)a->alpha;
-    p.limit = (float)a->limit;
-    ep_act_numbers(p.activation, &p.alpha, &p.limit);
+    p.activation = ep_act_with_numbers(a->activation);
     return backend->activation(y->device, &p, stream);
 }

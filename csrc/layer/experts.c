@@ -117,7 +117,7 @@ static bool fuses(const Call *c, const EpTensor *up, uint32_t up_dim, const EpTe
 typedef struct {
     const EpTensor *gate_up, *gate_up_bias, *gate_up_scale, *gate_up_zero;
     const EpTensor *down, *down_bias, *down_scale, *down_zero;
-    uint32_t activation;
+    EpActivation activation;
 } Weights;
 #define WEIGHTS_OF(a)                                                                     \
     {(a)->gate_up,   (a)->gate_up_bias, (a)->gate_up_scale, (a)->gate_up_zero, (a)->down, \
@@ -134,7 +134,7 @@ static int check_weights(const Call *c, const Weights *w) {
     if (w->down->num_dims != 3)
         return ep_error(EP_EINVAL, "down_proj: wanted 3 dimensions, got %u", w->down->num_dims);
     const int64_t inner = w->down->shape[2] * in_number,
-                  columns = ep_gemm_is_gated(w->activation) ? 2 * inner : inner;
+                  columns = EP_ACT_IS_GATED(w->activation.kind) ? 2 * inner : inner;
     const EpWanted wanted[] = {
         {"down_proj", w->down, dtype, 3, {L, H, inner / in_number}},
         {"gate_up_proj", w->gate_up, dtype, 3, {L, columns, H / in_number}},
@@ -183,13 +183,11 @@ static int check_balance(const Call *c, const EpBalance *b, const EpTensor *move
 
 /* ---- forward ---- */
 
-static int multiply_up(const Call *c, const Weights *w, double alpha, double limit, const EpTensor *rows,
-                       const EpTensor *out, const EpTensor *saved, Low low) {
+static int multiply_up(const Call *c, const Weights *w, const EpTensor *rows, const EpTensor *out,
+                       const EpTensor *saved, Low low) {
     return multiply_with(c,
                          (EpGemm){.kind = EP_GEMM_FORWARD,
                                   .activation = w->activation,
-                                  .alpha = alpha,
-                                  .limit = limit,
                                   .a = rows,
                                   .b = w->gate_up,
                                   .b_scale = w->gate_up_scale,
@@ -259,8 +257,6 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
                                         .out = a->a,
                                         .saved = a->h,
                                         .activation = a->activation,
-                                        .alpha = a->alpha,
-                                        .limit = a->limit,
                                         .requires_grad = a->requires_grad,
                                         .kind = EP_GEMM_FORWARD,
                                         .awaits_rows = a->awaits_rows};
@@ -312,7 +308,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     EP_TRY(is_first_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
                           : run(c, EP_OP_DISPATCH, &dispatch, ran));
     if (!ran->is_launched) return 0;
-    if (!is_first_fused) code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, a->h, low_up);
+    if (!is_first_fused) code = multiply_up(c, &weights, a->rows, a->a, a->h, low_up);
     if (is_fused) {
         if (!code) code = multiply_low(c, EP_GEMM_FORWARD, a->a, low_down);
         EP_TRY(report(c, EP_OP_GEMM_COMBINE, code));
@@ -346,8 +342,6 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
     /* The weighted rows take the place of the product, which nothing else needs. */
     if (!code)
         code = ep_activation(&(EpActivationArgs){.activation = a->activation,
-                                                 .alpha = a->alpha,
-                                                 .limit = a->limit,
                                                  .h = a->h,
                                                  .d = a->weighted,
                                                  .offsets = &c->offsets,
@@ -418,7 +412,7 @@ static int ll_experts(Call *c, const EpLlExpertsArgs *a, EpRan *ran) {
     if (!code) code = check_mixture(a->tag, a->row_tag, a->adapter_columns);
     EP_TRY(report(c, EP_OP_LL_DISPATCH, code));
     EP_TRY(run(c, EP_OP_LL_DISPATCH, &dispatch, ran));
-    code = multiply_up(c, &weights, a->alpha, a->limit, a->rows, a->a, NULL, MIXED_LOW_OF(a, gate_up));
+    code = multiply_up(c, &weights, a->rows, a->a, NULL, MIXED_LOW_OF(a, gate_up));
     if (!code) code = multiply_down(c, &weights, a->a, a->out_rows, MIXED_LOW_OF(a, down));
     EP_TRY(report(c, EP_OP_LL_COMBINE, code));
     return run(c, EP_OP_LL_COMBINE, &combine, ran);

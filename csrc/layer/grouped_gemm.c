@@ -13,13 +13,12 @@ static bool has_four_bits(const EpGemm *g) { return g->b_scale && !g->a_scale; }
 static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     const EpTensor *a = g->a, *b = g->b, *offsets = g->offsets;
     const bool is_wgrad = g->kind == EP_GEMM_WGRAD;
-    const float alpha = (float)g->alpha, limit = (float)g->limit;
-    if (g->kind > EP_GEMM_WGRAD || !ep_gemm_is_activation(g->activation, alpha, limit) ||
-        (g->activation && g->kind != EP_GEMM_FORWARD))
+    EP_TRY(ep_check_activation(g->activation));
+    if (g->kind > EP_GEMM_WGRAD || (g->activation.kind && g->kind != EP_GEMM_FORWARD))
         return ep_error(EP_EINVAL,
-                        "kind %u, activation %u (alpha %g, limit %g): must be an EpGemmKind and an "
-                        "EpActivation with valid numbers",
-                        g->kind, g->activation, g->alpha, g->limit);
+                        "kind %u, activation %u: must be an EpGemmKind, and only the forward GEMM has an "
+                        "activation",
+                        g->kind, g->activation.kind);
     if ((g->a_scale || g->b_scale || g->b_zero) && (!g->b_scale || g->kind != EP_GEMM_FORWARD))
         return ep_error(
             EP_EINVAL,
@@ -42,7 +41,7 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
         return ep_error(EP_EINVAL, "%lld experts, %lld rows: both must be less than 2^31", (long long)L,
                         (long long)M);
     const int64_t unit = a->kind == EP_CUDA ? 16 : 1, k_unit = has_four_bits(g) ? EP_FOUR_BIT_UNIT : unit;
-    const bool is_halved = ep_gemm_is_gated(g->activation) && !EP_ACT_IS_MIXED(g->activation);
+    const bool is_halved = EP_ACT_IS_GATED(g->activation.kind) && !EP_ACT_IS_MIXED(g->activation.kind);
     const int64_t n_unit = a->kind == EP_CUDA && is_halved ? 2 * EP_FOUR_BIT_UNIT : EP_FOUR_BIT_UNIT;
     if (has_four_bits(g) && (K % k_unit || N % n_unit))
         return ep_error(EP_EINVAL,
@@ -52,7 +51,7 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
         return ep_error(EP_EINVAL,
                         "weights of %lld by %lld: both sizes must be positive multiples of %lld, at most %u",
                         (long long)N, (long long)K, (long long)unit, EP_GEMM_MAX_COLS);
-    if (ep_gemm_is_gated(g->activation) && N % 2)
+    if (EP_ACT_IS_GATED(g->activation.kind) && N % 2)
         return ep_error(EP_EINVAL, "weights of %lld rows: a gated activation needs an even number",
                         (long long)N);
     p->num_rows = (uint32_t)M;
@@ -60,7 +59,8 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     p->n = (uint32_t)N;
     p->k = (uint32_t)K;
     p->kind = g->kind;
-    ep_gemm_set_activation(p, g->activation, alpha, limit);
+    ep_gemm_set_activation(p, g->activation);
+    p->scale = (float)g->scale;
     p->is_f16 = type == EP_F16;
     p->is_portable = g->is_portable;
     const uint64_t most = (uint64_t)M, expected = g->expected_rows ? g->expected_rows : most;
@@ -125,7 +125,8 @@ int ep_check_low_rank(const EpTensor *low_a, const EpTensor *low_b, const EpGemm
 
 /* Check which columns the rows of a mixture keep. */
 static int read_own_columns(const EpGemm *g, const EpGemmParams *p, EpOwnColumns *own) {
-    if (g->kind != EP_GEMM_FORWARD || g->activation || g->bias || g->row_weight || g->b_scale || g->low_a)
+    if (g->kind != EP_GEMM_FORWARD || g->activation.kind || g->bias || g->row_weight || g->b_scale ||
+        g->low_a)
         return ep_error(EP_EINVAL, "adapters of rows: wanted a plain forward GEMM of 16 bits");
     if (g->of_adapter == 0 || g->of_adapter % 8 || g->of_adapter > p->n)
         return ep_error(
@@ -183,10 +184,10 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     if (!is_forward && (g->bias || g->row_weight))
         return ep_error(EP_EINVAL,
                         "bias and row_weight: must be absent, because only the forward GEMM applies them");
-    if (g->saved && (!is_forward || !g->activation || g->row_weight || g->b_scale))
+    if (g->saved && (!is_forward || !g->activation.kind || g->row_weight || g->b_scale))
         return ep_error(EP_EINVAL,
                         "saved: must be absent without an activation, with row_weight, and with scales");
-    if (has_low_rank && g->activation && g->row_weight)
+    if (has_low_rank && g->activation.kind && g->row_weight)
         return ep_error(EP_EINVAL,
                         "row_weight: must be absent, because an activation follows a product of low "
                         "rank");

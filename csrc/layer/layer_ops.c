@@ -141,7 +141,7 @@ int ep_layer_waited(EpLayer *l, uint64_t *ns, uint32_t *num_ranks) {
 #define OPERANDS_PLAN INPUT
 #define OPERANDS_PLAN_OUT OUTPUT
 #define OPERANDS_U32(name)
-#define OPERANDS_F64(name)
+#define OPERANDS_ACTIVATION(name)
 #define OPERANDS_PLANNED(name)
 #define OPERANDS_AWAITS(name)
 #define OPERANDS(S, kind, name) OPERANDS_##kind(name)

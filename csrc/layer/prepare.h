@@ -48,6 +48,8 @@ int ep_layer_check_dispatch(const EpLayer *l, const EpCommBuffer *b, const EpDis
 int ep_layer_check_scale(const EpLayer *l, const char *name, const EpTensor *scale, int64_t rows,
                          int64_t groups);
 int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p);
+/* Check what a caller gives as an activation. */
+int ep_check_activation(EpActivation activation);
 /* Check a product of low rank that is added to a product whose sizes p has, and fill in low. */
 int ep_check_low_rank(const EpTensor *low_a, const EpTensor *low_b, const EpGemmParams *p, EpBackendKind kind,
                       int device, EpLowRank *low);

@@ -14,8 +14,8 @@
 typedef struct {
     const EpTensor *a, *w, *bias, *out, *saved;
     const EpTensor *w_scale; /* FP8: a and w are bytes */
-    uint32_t kind, activation;
-    double alpha, limit;
+    uint32_t kind;
+    EpActivation activation;
 } Product;
 
 /* Check the scales of the weights of a product, which is checked, and fill in theirs. */
@@ -24,7 +24,7 @@ static int check_gemm_scale(const EpLayer *l, const EpTensor *gemm_scale, const 
     const uint32_t num_n = ep_gemm_num_blocks(g->n), num_k = ep_gemm_num_blocks(g->k);
     const EpWanted wanted = {"gemm_scale", gemm_scale, EP_F32, 3, {g->num_experts, num_n, num_k}};
     EP_TRY(ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 4));
-    if (ep_gemm_is_gated(g->activation) && !EP_ACT_IS_MIXED(g->activation) && g->n % 128)
+    if (EP_ACT_IS_GATED(g->activation.kind) && !EP_ACT_IS_MIXED(g->activation.kind) && g->n % 128)
         return ep_error(EP_EINVAL,
                         "gemm_weight of %u rows in FP8, gates in front of ups: must be a multiple of 128",
                         g->n);
@@ -40,8 +40,7 @@ static int check_gemm_scale(const EpLayer *l, const EpTensor *gemm_scale, const 
 static int check_product(const EpLayer *l, const Product *product, EpGemmParams *p, EpScales *scales) {
     const bool is_fp8 = scales->dtype == EP_IN_FP8;
     const EpTensor *a = product->a, *w = product->w;
-    const uint32_t activation = product->activation;
-    const float alpha = (float)product->alpha, limit = (float)product->limit;
+    const uint32_t activation = product->activation.kind;
     const EpShape *s = &l->config.shape;
     const EpBackendKind kind = ep_heap_kind(l->heap);
     const int device = ep_heap_device(l->heap);
@@ -52,10 +51,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     if (s->dtype == EP_F32)
         return ep_error(EP_ETYPE,
                         "the fused kernels multiply bfloat16 and float16, but this layer has float32");
-    if (!ep_gemm_is_activation(activation, alpha, limit))
-        return ep_error(EP_EINVAL,
-                        "activation %u (alpha %g, limit %g): must be an EpActivation with valid numbers",
-                        activation, (double)alpha, (double)limit);
+    EP_TRY(ep_check_activation(product->activation));
     const bool is_forward = product->kind == EP_GEMM_FORWARD;
     if (!is_forward && (product->kind != EP_GEMM_DGRAD || activation || product->bias))
         return ep_error(EP_EINVAL,
@@ -78,7 +74,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
                         "gemm_weight of %lld by %lld: both sizes must be multiples of 16, at most 2^24",
                         (long long)N, (long long)K);
     const uint32_t dtype = is_fp8 ? EP_U8 : s->dtype;
-    const int64_t of_forward = ep_gemm_is_gated(activation) ? N / 2 : N;
+    const int64_t of_forward = EP_ACT_IS_GATED(activation) ? N / 2 : N;
     const EpWanted wanted[] = {
         {"rows", a, dtype, 2, {M, is_forward ? K : N, -1}},
         {"gemm_weight", w, dtype, 3, {L, N, K}},
@@ -99,7 +95,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     p->n = (uint32_t)N;
     p->k = (uint32_t)K;
     p->kind = product->kind;
-    ep_gemm_set_activation(p, activation, alpha, limit);
+    ep_gemm_set_activation(p, product->activation);
     p->is_f16 = s->dtype == EP_F16;
     return is_fp8 ? check_gemm_scale(l, product->w_scale, p, &scales->gemm) : 0;
 }
@@ -138,9 +134,7 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
                              .saved = a->saved,
                              .w_scale = a->gemm_scale,
                              .kind = a->kind,
-                             .activation = a->activation,
-                             .alpha = a->alpha,
-                             .limit = a->limit};
+                             .activation = a->activation};
     EpDispatchGemmParams *p = &params->dispatch_gemm;
     EpScales *s = &params->scales;
     s->dtype = a->x_scale ? EP_IN_FP8 : EP_IN_LAYER_DTYPE;

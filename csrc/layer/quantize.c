@@ -3,17 +3,12 @@
  * Exports ep_quantize. The operation is local to a rank, and no peer takes part. So a wrong argument is an
  * error on this rank only. */
 #include "protocol/quantize.h"
-#include "backend.h"
+#include "layer/prepare.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"
 
 static int check_sizes(const EpQuantize *a, EpQuantizeParams *p) {
-    const float alpha = (float)a->alpha, limit = (float)a->limit;
-    if (!ep_gemm_is_activation(a->activation, alpha, limit))
-        return ep_error(EP_EINVAL,
-                        "activation %u (alpha %g, limit %g): must be an EpActivation with a finite alpha and "
-                        "a positive limit",
-                        a->activation, a->alpha, a->limit);
+    EP_TRY(ep_check_activation(a->activation));
     if (a->x->dtype != EP_F32 && a->x->dtype != EP_BF16 && a->x->dtype != EP_F16)
         return ep_error(EP_ETYPE, "rows: wanted float32, bfloat16 or float16, got %s",
                         ep_dtype_name(a->x->dtype));
@@ -27,7 +22,7 @@ static int check_sizes(const EpQuantize *a, EpQuantizeParams *p) {
     p->k = (uint32_t)a->q->shape[1];
     p->dtype = a->x->dtype;
     p->is_pow2 = a->is_pow2;
-    ep_quantize_set_activation(p, a->activation, alpha, limit);
+    ep_quantize_set_activation(p, a->activation);
     return 0;
 }
 
@@ -38,7 +33,7 @@ int ep_quantize(const EpQuantize *a, void *stream) {
     EP_TRY(check_sizes(a, &p));
     const int64_t M = p.max_rows, K = p.k, num_groups = ep_quantize_num_groups(&p);
     const EpWanted wanted[] = {
-        {"rows", a->x, p.dtype, 2, {M, ep_gemm_is_gated(p.activation) ? 2 * K : K, -1}},
+        {"rows", a->x, p.dtype, 2, {M, EP_ACT_IS_GATED(p.activation.kind) ? 2 * K : K, -1}},
         {"output", a->q, EP_U8, 2, {M, K, -1}},
         {"scales", a->scales, EP_F32, 2, {num_groups, M, -1}},
     };

@@ -152,7 +152,8 @@ static int check_product(const EpWgradFp8 *w, EpGemmParams *g) {
     g->kind = EP_GEMM_WGRAD;
     g->is_f16 = dtype == EP_F16;
     g->accumulates = dtype == EP_F32;
-    ep_gemm_set_activation(g, EP_ACT_NONE, (float)w->alpha, 0);
+    ep_gemm_set_activation(g, (EpActivation){.kind = EP_ACT_NONE});
+    g->scale = (float)w->scale;
     return 0;
 }
 

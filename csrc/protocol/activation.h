@@ -1,56 +1,91 @@
-/* activation.h - the parameters of the gradient of an activation.
- *
- * Exports EpActivationParams, ep_act_rows, and the columns of a gate and its up value. The arithmetic of one
- * column is in activation_math.h.
- *
- * For each row, h are the columns before the activation, y = activation(h), w the row's weight, and d the
- * gradient of the unweighted row y:
- *   d_h = w * d * y'(h)    the gradient of h
- *   weighted = w * y       what the weight gradient of the next product needs
- *   dot = sum of d * y     the gradient of w
- * d_h and weighted are rounded to 16 bits. With d_h8 they are then quantised to e4m3, with scales that are
- * powers of two, as quantize.h does it, and not stored in 16 bits.
- * dot is a sum in float32 in a fixed order: column c is added to partial sum c / 8 % EP_DOT_PARTS, in the
- * order of the columns, and then the partial sums are added up in pairs: 0 + 16, .., then 0 + 8, .. */
+/* activation.h - the list of the activations, and an activation with its numbers: what a caller chooses, and
+ * what kernels get. Exports EP_ACTIVATIONS and what follows from it, EpActivation and ep_act_*. What each of
+ * them computes is in activation_math.h. */
 #ifndef EP_ACTIVATION_H
 #define EP_ACTIVATION_H
-#include "protocol/gemm_params.h"
+#include <math.h>
 
-#define EP_DOT_PARTS 32u /* lanes of a warp: each has 8 neighbouring columns of 256 */
+#include "protocol/port.h"
 
+/* The activations, in the order of their kinds: X(NAME, name, COLUMNS, alpha).
+ *   name     in Python; activations.py says what each computes, activation_math.h how
+ *   COLUMNS  of the product for a column of the output. ONE. GATES_FIRST: a gate and an up, and in the
+ *            weights all gates come before the ups. MIXED: a gate and an up, which alternate in the weights
+ *   alpha    the constant in the sigmoid, where the activation has one; EP_ACT_GIVEN: the caller gives the
+ *            numbers of EpActivation
+ *
+ * NONE, GELU, SWIGLU and GPT_OSS are compiled into kernels of their own. The others share kernels: those with
+ * gates EP_ACT_ANY_GATE, those without EP_ACT_ANY_UNGATED. A shared kernel reads the kind at run
+ * time. A new activation without gates becomes the last row. */
+#define EP_ACT_GIVEN 0.0f
+#define EP_ACT_OF_TANH 1.59576912f /* 2 * sqrt(2 / pi) */
+#define EP_ACTIVATIONS(X)                                                                     \
+    X(NONE, "none", ONE, 1.0f)                                                                \
+    X(GELU, "gelu", ONE, 1.0f)                                                                \
+    X(SWIGLU, "swiglu", GATES_FIRST, 1.0f)                                                    \
+    X(GPT_OSS, "gpt_oss", MIXED, EP_ACT_GIVEN)                                                \
+    X(SWIGLU_NUMBERS, "swiglu_numbers", GATES_FIRST, EP_ACT_GIVEN)                            \
+    X(SWIGLU_PLUS_ONE, "swiglu_plus_one", GATES_FIRST, EP_ACT_GIVEN) /* up + 1, as GPT_OSS */ \
+    X(GEGLU_TANH, "geglu_tanh", GATES_FIRST, EP_ACT_OF_TANH)                                  \
+    X(RELU2, "relu2", ONE, 1.0f)                                                              \
+    X(GELU_TANH, "gelu_tanh", ONE, EP_ACT_OF_TANH)                                            \
+    X(SILU, "silu", ONE, 1.0f)
+typedef enum { EP_COLUMNS_ONE, EP_COLUMNS_GATES_FIRST, EP_COLUMNS_MIXED } EpActivationColumns;
+typedef enum {
+#define X(NAME, name, COLUMNS, alpha) EP_ACT_##NAME,
+    EP_ACTIVATIONS(X)
+#undef X
+        EP_NUM_ACTIVATIONS,
+    EP_ACT_ANY_GATE = EP_ACT_SWIGLU_NUMBERS,
+    EP_ACT_ANY_UNGATED = EP_ACT_RELU2
+} EpActivationKind;
+/* The gates are neighbours in the list, and one is mixed: kernels need two comparisons, and one. */
+#define EP_ACT_IS_GATED(act) ((act) >= EP_ACT_SWIGLU && (act) < EP_ACT_ANY_UNGATED)
+#define EP_ACT_IS_MIXED(act) ((act) == EP_ACT_GPT_OSS)
+#define X(NAME, name, COLUMNS, alpha)                                                                  \
+    EP_STATIC_ASSERT(EP_ACT_IS_GATED(EP_ACT_##NAME) == (EP_COLUMNS_##COLUMNS != EP_COLUMNS_ONE) &&     \
+                         EP_ACT_IS_MIXED(EP_ACT_##NAME) == (EP_COLUMNS_##COLUMNS == EP_COLUMNS_MIXED), \
+                     "gates stand from SWIGLU to RELU2, and GPT_OSS is the mixed one");
+EP_ACTIVATIONS(X)
+#undef X
+/* X(activation): those for which kernels are compiled, and which of them computes an activation. */
+#define EP_ACT_KERNELS(X) \
+    X(EP_ACT_NONE) X(EP_ACT_GELU) X(EP_ACT_SWIGLU) X(EP_ACT_GPT_OSS) X(EP_ACT_ANY_GATE) X(EP_ACT_ANY_UNGATED)
+#define EP_ACT_KERNEL(act) \
+    ((act) < EP_ACT_ANY_GATE ? (act) : EP_ACT_IS_GATED(act) ? EP_ACT_ANY_GATE : EP_ACT_ANY_UNGATED)
+
+/* An activation and its numbers. Python gives a tuple: the kind, and then the numbers in the order of
+ * EP_ACT_NUMBERS (as_kernel in activations.py). A new number is a row there and a field. */
+#define EP_ACT_NUMBERS(X) \
+    X(alpha)              \
+    X(limit)
 typedef struct {
-    const void *h;           /* [M][I], or [M][2 I] if the activation is gated; bf16 or f16 */
-    const void *d;           /* [M][I] */
-    const int32_t *offsets;  /* [L + 1] first row of each expert; other rows are neither read nor written */
-    const float *row_weight; /* [M] or NULL: all are 1 */
-    void *d_h;               /* as h; not with d_h8 */
-    void *weighted;          /* [M][I]; may be d; not with d_h8 */
-    float *dots;             /* [M] */
-    uint8_t *d_h8;           /* NULL, or as h. I is then a multiple of 128 */
-    uint8_t *weighted8;      /* with d_h8: [M][I] */
-    float *d_h_scales;       /* with d_h8: [columns of h / 128][M] */
-    float *weighted_scales;  /* with d_h8: [I / 128][M] */
-    uint32_t num_rows;       /* M */
-    uint32_t num_experts;    /* L */
-    uint32_t num_cols;       /* I; a multiple of 8 on CUDA */
-    uint32_t activation;     /* EpActivation */
-    uint32_t is_f16;         /* fp16, otherwise bf16 */
-    float alpha, limit;      /* see ep_act_numbers */
-} EpActivationParams;
+    uint32_t kind; /* EpActivationKind */
+    float alpha;   /* the constant in the sigmoid */
+    float limit;   /* of a gate, and of the magnitude of its up */
+} EpActivation;
 
-/* The columns of h for column c of y: the gate (the only one if there are no gates), and up. */
-EP_PURE uint32_t ep_act_gate_col(uint32_t activation, uint32_t c) {
-    return EP_ACT_IS_MIXED(activation) ? 2 * c : c;
+/* alpha of a kind that exists, or EP_ACT_GIVEN. */
+EP_PURE float ep_act_alpha(uint32_t kind) {
+#define X(NAME, name, COLUMNS, alpha) \
+    if (kind == EP_ACT_##NAME) return alpha;
+    EP_ACTIVATIONS(X)
+#undef X
+    return 1.0f;
 }
-EP_PURE uint32_t ep_act_up_col(uint32_t activation, uint32_t c, uint32_t num_cols) {
-    return EP_ACT_IS_MIXED(activation) ? 2 * c + 1 : num_cols + c;
+EP_PURE bool ep_act_has_numbers(uint32_t kind) { return ep_act_alpha(kind) == EP_ACT_GIVEN; }
+/* Whether the activation exists, and the caller's numbers, if it has any, are valid: a finite alpha and a
+ * positive limit. */
+EP_PURE bool ep_act_is_valid(EpActivation a) {
+    return a.kind < EP_NUM_ACTIVATIONS &&
+           (!ep_act_has_numbers(a.kind) || (a.alpha - a.alpha == 0 && a.limit > 0));
 }
-
-/* The rows of the experts: [*begin, *end), within the rows that exist. */
-EP_PURE void ep_act_rows(const EpActivationParams *p, uint32_t *begin, uint32_t *end) {
-    const int32_t first = p->offsets[0], last = p->offsets[p->num_experts];
-    *begin = first < 0 ? 0 : (uint32_t)first;
-    *end = last < 0 ? 0 : (uint32_t)last < p->num_rows ? (uint32_t)last : p->num_rows;
+/* A valid activation, where numbers that the caller does not choose are those of the list. */
+EP_PURE EpActivation ep_act_with_numbers(EpActivation a) {
+    if (ep_act_has_numbers(a.kind)) return a;
+    a.alpha = ep_act_alpha(a.kind);
+    a.limit = INFINITY;
+    return a;
 }
 
 #endif /* EP_ACTIVATION_H */

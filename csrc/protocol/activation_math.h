@@ -12,7 +12,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "protocol/activation.h"
+#include "protocol/gemm_params.h"
 #include "protocol/quantize.h"
 
 #ifndef EP_DEVICE_MATH
@@ -40,7 +40,9 @@ EP_FN void ep_act_gate(bool is_tanh, float alpha, float x, float *value, float *
 EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10); /* here, in ep_act_pair and ep_quantize_* */
 /* v: the gate, or the only column; u: up. NaN gives NaN. A clamped number has the derivative 0, as in torch;
  * a number equal to its limit is not clamped. */
-EP_FN EpActivated ep_act_gradient(uint32_t activation, float alpha, float limit, float v, float u) {
+EP_FN EpActivated ep_act_gradient(const EpActivation *act, float v, float u) {
+    const uint32_t activation = act->kind;
+    const float alpha = act->alpha, limit = act->limit;
     EpActivated a = {v, 1, 0};
     float slope;
     if (EP_ACT_IS_GATED(activation)) {
@@ -91,7 +93,7 @@ EP_FN void ep_clamp_gate(float most, float *v, float *u) {
 EP_FN float ep_sigmoid_argument(bool is_tanh, float x) { return is_tanh ? x + 0.044715f * x * x * x : x; }
 
 /* out[0], out[1] = the activation of two neighbouring columns v. u: their ups, if it is gated. kernel: a
- * constant, EP_ACT_KERNEL(p->activation), by which a compiler removes the others. out may be v. */
+ * constant, EP_ACT_KERNEL(p->activation.kind), by which a compiler removes the others. out may be v. */
 EP_FN void ep_act_pair(uint32_t kernel, const EpGemmParams *p, const float *v, const float *u, float *out) {
     float v0 = v[0], v1 = v[1], s0, s1;
     if (kernel == EP_ACT_GELU) {
@@ -102,33 +104,33 @@ EP_FN void ep_act_pair(uint32_t kernel, const EpGemmParams *p, const float *v, c
         v0 *= s0 * u[0];
         v1 *= s1 * u[1];
     } else if (kernel == EP_ACT_GPT_OSS) { /* these comparisons let NaN through */
-        const float most = p->limit, least = -most;
+        const float most = p->activation.limit, least = -most;
         float u0 = u[0], u1 = u[1];
         v0 = v0 > most ? most : v0;
         v1 = v1 > most ? most : v1;
         u0 = u0 > most ? most : u0 < least ? least : u0;
         u1 = u1 > most ? most : u1 < least ? least : u1;
-        ep_sigmoid_pair(v0, v1, p->alpha, &s0, &s1);
+        ep_sigmoid_pair(v0, v1, p->activation.alpha, &s0, &s1);
         v0 *= s0 * (u0 + 1.0f);
         v1 *= s1 * (u1 + 1.0f);
     } else if (kernel == EP_ACT_ANY_GATE) {
-        const bool is_tanh = p->activation == EP_ACT_GEGLU_TANH;
-        const float one = p->activation == EP_ACT_SWIGLU_PLUS_ONE ? 1.0f : 0.0f;
+        const bool is_tanh = p->activation.kind == EP_ACT_GEGLU_TANH;
+        const float one = p->activation.kind == EP_ACT_SWIGLU_PLUS_ONE ? 1.0f : 0.0f;
         float u0 = u[0], u1 = u[1];
-        ep_clamp_gate(p->limit, &v0, &u0);
-        ep_clamp_gate(p->limit, &v1, &u1);
-        ep_sigmoid_pair(ep_sigmoid_argument(is_tanh, v0), ep_sigmoid_argument(is_tanh, v1), p->alpha, &s0,
-                        &s1);
+        ep_clamp_gate(p->activation.limit, &v0, &u0);
+        ep_clamp_gate(p->activation.limit, &v1, &u1);
+        ep_sigmoid_pair(ep_sigmoid_argument(is_tanh, v0), ep_sigmoid_argument(is_tanh, v1),
+                        p->activation.alpha, &s0, &s1);
         v0 *= s0 * (u0 + one);
         v1 *= s1 * (u1 + one);
     } else if (kernel == EP_ACT_ANY_UNGATED) {
-        if (p->activation == EP_ACT_RELU2) { /* NaN stays */
+        if (p->activation.kind == EP_ACT_RELU2) { /* NaN stays */
             s0 = v0 < 0 ? 0 : v0;
             s1 = v1 < 0 ? 0 : v1;
         } else {
-            const bool is_tanh = p->activation == EP_ACT_GELU_TANH;
-            ep_sigmoid_pair(ep_sigmoid_argument(is_tanh, v0), ep_sigmoid_argument(is_tanh, v1), p->alpha, &s0,
-                            &s1);
+            const bool is_tanh = p->activation.kind == EP_ACT_GELU_TANH;
+            ep_sigmoid_pair(ep_sigmoid_argument(is_tanh, v0), ep_sigmoid_argument(is_tanh, v1),
+                            p->activation.alpha, &s0, &s1);
         }
         v0 *= s0;
         v1 *= s1;
@@ -194,7 +196,7 @@ EP_PURE float ep_quantize_gelu(float x) {
 EP_PURE float ep_quantize_gate(const EpQuantizeParams *p, uint32_t activation, float x, float u) {
     const bool is_tanh = activation == EP_ACT_GEGLU_TANH;
     if (activation != EP_ACT_SWIGLU) { /* these comparisons let NaN through */
-        const float most = p->limit, least = -most;
+        const float most = p->activation.limit, least = -most;
         x = x > most ? most : x;
         u = u > most ? most : u < least ? least : u;
         u += activation == EP_ACT_GPT_OSS || activation == EP_ACT_SWIGLU_PLUS_ONE ? 1.0f : 0.0f;

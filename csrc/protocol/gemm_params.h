@@ -1,6 +1,5 @@
-/* gemm_params.h - the parameters of the grouped GEMM, and the list of the activations. Exports EpGemmParams,
- * EpGemmKind, EP_ACTIVATIONS and what follows from it, and ep_gemm_*: what follows from the parameters, the
- * same for every kernel.
+/* gemm_params.h - the parameters of the grouped GEMM. Exports EpGemmParams, EpGemmKind, and ep_gemm_*: what
+ * follows from the parameters, the same for every kernel.
  *
  * The rows are grouped by expert, the weights are [L][N][K], and the groups' sizes are on the device:
  *   FORWARD  out[r] = act(a[r] * w[e(r)]^T)       a [M][K], b = w, out [M][N] (gated: [M][N / 2])
@@ -13,9 +12,7 @@
  * Invariant: rows from offsets[L] on are not used, and not written unless p->clears. */
 #ifndef EP_GEMM_PARAMS_H
 #define EP_GEMM_PARAMS_H
-#include <math.h>
-
-#include "protocol/port.h"
+#include "protocol/activation.h"
 
 #define EP_GEMM_MAX_COLS (1u << 24) /* limit of N and K, so that a number of tiles fits 32 bits */
 /* With so few rows of an expert, as in decoding, reading the weights takes all the time. Then FORWARD has the
@@ -24,53 +21,6 @@
 
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2, EP_NUM_GEMM_KINDS } EpGemmKind;
 EP_HANDLES_ALL(EP_NUM_GEMM_KINDS, 3); /* ep_gemm_num_cols */
-
-/* The activations, in the order of their numbers: X(NAME, name, COLUMNS, alpha).
- *   name     in Python; activations.py says what each computes, activation_math.h how
- *   COLUMNS  of the product for a column of the output. ONE. GATES_FIRST: a gate and an up, and in the
- *            weights all gates come before the ups. MIXED: a gate and an up, which alternate in the weights
- *   alpha    the constant in the sigmoid, where the activation has one; EP_ACT_GIVEN: the caller gives alpha,
- *            and the limit of gate and up
- *
- * NONE, GELU, SWIGLU and GPT_OSS are compiled into kernels of their own. The others share kernels: those with
- * gates EP_ACT_ANY_GATE, those without EP_ACT_ANY_UNGATED. A shared kernel reads from EpGemmParams, at run
- * time, which activation to compute. A new activation without gates becomes the last row. */
-#define EP_ACT_GIVEN 0.0f
-#define EP_ACT_OF_TANH 1.59576912f /* 2 * sqrt(2 / pi) */
-#define EP_ACTIVATIONS(X)                                                                     \
-    X(NONE, "none", ONE, 1.0f)                                                                \
-    X(GELU, "gelu", ONE, 1.0f)                                                                \
-    X(SWIGLU, "swiglu", GATES_FIRST, 1.0f)                                                    \
-    X(GPT_OSS, "gpt_oss", MIXED, EP_ACT_GIVEN)                                                \
-    X(SWIGLU_NUMBERS, "swiglu_numbers", GATES_FIRST, EP_ACT_GIVEN)                            \
-    X(SWIGLU_PLUS_ONE, "swiglu_plus_one", GATES_FIRST, EP_ACT_GIVEN) /* up + 1, as GPT_OSS */ \
-    X(GEGLU_TANH, "geglu_tanh", GATES_FIRST, EP_ACT_OF_TANH)                                  \
-    X(RELU2, "relu2", ONE, 1.0f)                                                              \
-    X(GELU_TANH, "gelu_tanh", ONE, EP_ACT_OF_TANH)                                            \
-    X(SILU, "silu", ONE, 1.0f)
-typedef enum { EP_COLUMNS_ONE, EP_COLUMNS_GATES_FIRST, EP_COLUMNS_MIXED } EpActivationColumns;
-typedef enum {
-#define X(NAME, name, COLUMNS, alpha) EP_ACT_##NAME,
-    EP_ACTIVATIONS(X)
-#undef X
-        EP_NUM_ACTIVATIONS,
-    EP_ACT_ANY_GATE = EP_ACT_SWIGLU_NUMBERS,
-    EP_ACT_ANY_UNGATED = EP_ACT_RELU2
-} EpActivation;
-/* The gates are neighbours in the list, and one is mixed: kernels need two comparisons, and one. */
-#define EP_ACT_IS_GATED(act) ((act) >= EP_ACT_SWIGLU && (act) < EP_ACT_ANY_UNGATED)
-#define EP_ACT_IS_MIXED(act) ((act) == EP_ACT_GPT_OSS)
-#define X(NAME, name, COLUMNS, alpha)                                                                  \
-    EP_STATIC_ASSERT(EP_ACT_IS_GATED(EP_ACT_##NAME) == (EP_COLUMNS_##COLUMNS != EP_COLUMNS_ONE) &&     \
-                         EP_ACT_IS_MIXED(EP_ACT_##NAME) == (EP_COLUMNS_##COLUMNS == EP_COLUMNS_MIXED), \
-                     "gates stand from SWIGLU to RELU2, and GPT_OSS is the mixed one");
-EP_ACTIVATIONS(X)
-#undef X
-/* X(activation): those for which kernels are compiled, and which of them computes an activation. */
-#define EP_ACT_KERNELS(X) \
-    X(EP_ACT_NONE) X(EP_ACT_GELU) X(EP_ACT_SWIGLU) X(EP_ACT_GPT_OSS) X(EP_ACT_ANY_GATE) X(EP_ACT_ANY_UNGATED)
-#define EP_ACT_KERNEL(act) \
-    ((act) < EP_ACT_ANY_GATE ? (act) : EP_ACT_IS_GATED(act) ? EP_ACT_ANY_GATE : EP_ACT_ANY_UNGATED)
 
 typedef struct {
     const void *a, *b;
@@ -90,14 +40,14 @@ typedef struct {
     uint32_t n, k;          /* N, K of the weights: multiples of 16 */
     uint32_t kind;          /* EpGemmKind */
     uint32_t cols_per_out;  /* columns of the product for a column of out: 2 if gated, otherwise 1 */
-    float alpha, limit;     /* of the activation, see ep_gemm_set_activation */
-    uint8_t activation;     /* EpActivation */
-    uint8_t is_f16;         /* fp16, otherwise bf16 */
-    uint8_t is_portable;    /* use the portable kernel even if there is a faster one */
-    uint8_t accumulates;    /* WGRAD: out is fp32, and alpha times the product is added to it */
-    uint8_t saves;          /* there is `saved`, and no row_weight */
-    uint8_t is_small_m;     /* FORWARD: an expert is expected to have EP_GEMM_FEW_ROWS rows or fewer */
-    uint8_t clears;         /* FORWARD, DGRAD: rows of out that belong to no expert become 0 */
+    EpActivation activation;
+    float scale;         /* WGRAD that accumulates: multiplies the product */
+    uint8_t is_f16;      /* fp16, otherwise bf16 */
+    uint8_t is_portable; /* use the portable kernel even if there is a faster one */
+    uint8_t accumulates; /* WGRAD: out is fp32, and scale times the product is added to it */
+    uint8_t saves;       /* there is `saved`, and no row_weight */
+    uint8_t is_small_m;  /* FORWARD: an expert is expected to have EP_GEMM_FEW_ROWS rows or fewer */
+    uint8_t clears;      /* FORWARD, DGRAD: rows of out that belong to no expert become 0 */
 } EpGemmParams;
 
 /* The scales of e4m3 numbers. a: [M][K / 128], b: [L][N / 128][K / 128], both sizes rounded up, with the
@@ -160,35 +110,10 @@ EP_PURE uint32_t ep_gemm_num_blocks(uint32_t size) {
     return size / EP_GEMM_SCALE_BLOCK + (size % EP_GEMM_SCALE_BLOCK != 0);
 }
 
-EP_PURE uint32_t ep_gemm_is_gated(uint32_t activation) { return EP_ACT_IS_GATED(activation); }
-/* alpha of an activation that exists, or EP_ACT_GIVEN. */
-EP_PURE float ep_act_alpha(uint32_t activation) {
-#define X(NAME, name, COLUMNS, alpha) \
-    if (activation == EP_ACT_##NAME) return alpha;
-    EP_ACTIVATIONS(X)
-#undef X
-    return 1.0f;
-}
-EP_PURE bool ep_act_has_numbers(uint32_t activation) { return ep_act_alpha(activation) == EP_ACT_GIVEN; }
-/* Replace the numbers that a caller gives for an activation that has none. */
-EP_PURE void ep_act_numbers(uint32_t activation, float *alpha, float *limit) {
-    if (ep_act_has_numbers(activation)) return;
-    *alpha = ep_act_alpha(activation);
-    *limit = INFINITY;
-}
-/* Whether the activation exists, and the caller's numbers, if it has any, are valid: a finite alpha and a
- * positive limit. */
-EP_PURE bool ep_gemm_is_activation(uint32_t activation, float alpha, float limit) {
-    return activation < EP_NUM_ACTIVATIONS &&
-           (!ep_act_has_numbers(activation) || (alpha - alpha == 0 && limit > 0));
-}
-/* Set an activation that exists. NONE keeps alpha, which WGRAD reads. */
-EP_PURE void ep_gemm_set_activation(EpGemmParams *p, uint32_t activation, float alpha, float limit) {
-    p->activation = (uint8_t)activation;
-    p->cols_per_out = 1 + ep_gemm_is_gated(activation);
-    p->alpha = alpha;
-    p->limit = limit;
-    if (activation != EP_ACT_NONE) ep_act_numbers(activation, &p->alpha, &p->limit);
+/* Set an activation that exists. */
+EP_PURE void ep_gemm_set_activation(EpGemmParams *p, EpActivation activation) {
+    p->activation = ep_act_with_numbers(activation);
+    p->cols_per_out = 1 + EP_ACT_IS_GATED(activation.kind);
 }
 /* num_cols: columns of the product, which is divided into tiles. out_cols: columns that are written; half as
  * many if the activation is gated. */

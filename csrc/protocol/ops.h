@@ -56,7 +56,8 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  *   OWN_OUT_OPTIONAL   OWN_OUT, or NULL
  *   PLAN, PLAN_OUT     OWN and OWN_OUT: the tensor of the plan, or the handle of a low-latency operation. The
  *             operation runs on the current stream of its framework
- *   U32, F64  numbers; they come after the tensors
+ *   U32       a number. Numbers come after the tensors
+ *   ACTIVATION  an EpActivation
  *   PLANNED   U32; if 0, the call makes the plan by itself
  *   AWAITS    U32; if not 0, the operation waits until its plan has the number of rows */
 
@@ -114,7 +115,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
 
 /* Dispatch, and the grouped GEMM of the rows that it places, on CUDA in one launch. gemm_weight [L][N][H],
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
- * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams.
+ * that rows from M on are left unchanged. activation: see EpGemmParams.
  * saved: NULL, or with an activation the product with its bias, rounded, [>= M][N]. kind: EpGemmKind; for
  * EP_GEMM_DGRAD gemm_weight is [L][H][K], out [>= M][K], and there is no bias and no activation.
  * x_scale, row_scale, gemm_scale: all, and the operation is in FP8, or none. In FP8, which is on CUDA and
@@ -135,9 +136,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, bias)               \
     X(S, OWN_OUT, out)                 \
     X(S, OWN_OUT_OPTIONAL, saved)       \
-    X(S, U32, activation)              \
-    X(S, F64, alpha)                   \
-    X(S, F64, limit)                   \
+    X(S, ACTIVATION, activation) \
     X(S, U32, requires_grad)           \
     X(S, U32, kind)                    \
     X(S, AWAITS, awaits_rows)
@@ -257,9 +256,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, tag)                      \
     X(S, OWN_OUT_OPTIONAL, row_tag)          \
     X(S, U32, adapter_columns)               \
-    X(S, U32, activation)                    \
-    X(S, F64, alpha)                         \
-    X(S, F64, limit)                         \
+    X(S, ACTIVATION, activation) \
     X(S, U32, requires_grad)                 \
     X(S, U32, helper_slots)                  \
     X(S, U32, min_helped_rows)               \
@@ -286,9 +283,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, down_low_in)           \
     X(S, OPTIONAL, down_low_out)          \
     X(S, OWN_OUT_OPTIONAL, down_low_rows) \
-    X(S, U32, activation)                 \
-    X(S, F64, alpha)                      \
-    X(S, F64, limit)
+    X(S, ACTIVATION, activation)
 
 /* The second half: d_down [L][H][I] of g and weighted, or NULL; d_h times gate_up, whose rows (out_rows,
  * which may be g) return and are added up in dx [T][H], with the dots in d_weight [T][K]; and d_gate_up
@@ -342,9 +337,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, tag)                      \
     X(S, OWN_OUT_OPTIONAL, row_tag)          \
     X(S, U32, adapter_columns)               \
-    X(S, U32, activation)                    \
-    X(S, F64, alpha)                         \
-    X(S, F64, limit)
+    X(S, ACTIVATION, activation)
 /* clang-format on */
 
 #endif /* EP_OPS_H */

@@ -22,10 +22,10 @@ typedef struct {
     uint8_t *q;              /* [max_rows][k] */
     float *scales;           /* [ceil(k / 128)][max_rows]: column after column */
     uint32_t max_rows, k;
-    uint32_t dtype;      /* EpDtype of x */
-    uint32_t activation; /* EpActivation */
-    float slope, limit;  /* of the activation, see ep_quantize_set_activation */
-    uint32_t is_pow2;    /* scales are powers of two, see ep_quantize_pow2 */
+    uint32_t dtype; /* EpDtype of x */
+    EpActivation activation;
+    float slope;      /* of its sigmoid, see ep_quantize_set_activation */
+    uint32_t is_pow2; /* scales are powers of two, see ep_quantize_pow2 */
 } EpQuantizeParams;
 
 /* The scale of numbers of which `most` is the largest magnitude, at least EP_QUANTIZE_LEAST: the least power
@@ -47,12 +47,10 @@ EP_PURE float ep_quantize_pow2_inverse(float scale) {
     return scale;
 }
 
-/* Set an activation that exists (ep_gemm_is_activation). Its sigmoid is 1 / (1 + 2^(slope * x)). */
-EP_PURE void ep_quantize_set_activation(EpQuantizeParams *p, uint32_t activation, float alpha, float limit) {
-    ep_act_numbers(activation, &alpha, &limit);
-    p->activation = activation;
-    p->slope = -1.44269504f * alpha;
-    p->limit = limit;
+/* Set a valid activation. Its sigmoid is 1 / (1 + 2^(slope * x)). */
+EP_PURE void ep_quantize_set_activation(EpQuantizeParams *p, EpActivation activation) {
+    p->activation = ep_act_with_numbers(activation);
+    p->slope = -1.44269504f * p->activation.alpha;
 }
 EP_PURE uint32_t ep_quantize_num_groups(const EpQuantizeParams *p) { return ep_gemm_num_blocks(p->k); }
 /* The rows to quantise. A wrong number on the device is clamped. */

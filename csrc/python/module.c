@@ -114,9 +114,8 @@ static int add_activations(PyObject *m) {
     PyObject *tuple = PyTuple_New(EP_NUM_ACTIVATIONS);
     int code = tuple ? 0 : -1;
     for (uint32_t i = 0; !code && i < EP_NUM_ACTIVATIONS; i++) {
-        PyObject *one =
-            Py_BuildValue("(sNN)", activation_names[i], PyBool_FromLong((long)ep_gemm_is_gated(i)),
-                          PyBool_FromLong(ep_act_has_numbers(i)));
+        PyObject *one = Py_BuildValue("(sNN)", activation_names[i], PyBool_FromLong((long)EP_ACT_IS_GATED(i)),
+                                      PyBool_FromLong(ep_act_has_numbers(i)));
         code = one ? PyTuple_SetItem(tuple, (Py_ssize_t)i, one) : -1;
     }
     if (!code) code = PyModule_AddObjectRef(m, "ACTIVATIONS", tuple);

@@ -57,6 +57,8 @@ bool ep_get_u64(PyObject *o, uint64_t *out);
 bool ep_get_u32(PyObject *o, uint32_t *out);
 bool ep_get_int(PyObject *o, int *out);
 bool ep_get_double(PyObject *o, double *out);
+/* A tuple or list: the kind of an activation, and then its numbers. */
+bool ep_get_activation(PyObject *o, EpActivation *out);
 bool ep_get_bytes(PyObject *o, void *out, Py_ssize_t n);
 bool ep_get_stream(PyObject *o, void **stream);
 void *ep_get_object(PyObject *o, const char *name);

@@ -89,6 +89,29 @@ bool ep_get_double(PyObject *o, double *out) {
     *out = PyFloat_AsDouble(o);
     return *out == -1.0 && PyErr_Occurred() ? out_of_range(o) : true;
 }
+bool ep_get_activation(PyObject *o, EpActivation *out) {
+#define X(name) &out->name,
+    float *const numbers[] = {EP_ACT_NUMBERS(X)};
+#undef X
+    enum { NUM = sizeof numbers / sizeof numbers[0] };
+    const Py_ssize_t size = PyTuple_Check(o) || PyList_Check(o) ? PySequence_Size(o) : -1;
+    double kind, number;
+    if (size != 1 + NUM)
+        return PyErr_Format(PyExc_TypeError, "activation: wanted a tuple of its kind and %d numbers, got %R",
+                            NUM, o),
+               false;
+    for (int i = 0; i <= NUM; i++) {
+        PyObject *value = PySequence_GetItem(o, i);
+        const bool is_read = value && ep_get_double(value, i ? &number : &kind);
+        Py_XDECREF(value);
+        if (!is_read) return false;
+        if (i) *numbers[i - 1] = (float)number;
+    }
+    if (!(kind >= 0 && kind < EP_NUM_ACTIVATIONS && kind == (uint32_t)kind))
+        return PyErr_Format(PyExc_ValueError, "activation %R: there is no such kind", o), false;
+    out->kind = (uint32_t)kind;
+    return true;
+}
 bool ep_get_bytes(PyObject *o, void *out, Py_ssize_t n) {
     char *from;
     Py_ssize_t got;

@@ -4,7 +4,7 @@
 #include "protocol/gemm_params.h"
 #include "python/module.h"
 
-/* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tile_counter, out, is_portable, a_scale,
+/* (kind, activation, scale, a, b, offsets, bias, row_weight, tile_counter, out, is_portable, a_scale,
  * b_scale, b_zero, saved, low_a, low_b, expected_rows, clears); with both scales a and b are the bytes of FP8
  * numbers, with b_scale alone b has 4 bits */
 FAST(grouped_gemm) {
@@ -12,59 +12,54 @@ FAST(grouped_gemm) {
     EpGemm g = {0};
     uint32_t is_portable, clears;
     int code;
-    WANT(20);
+    WANT(19);
     const EpTensor **const optional[] = {&g.a_scale, &g.b_scale, &g.b_zero, &g.saved, &g.low_a, &g.low_b};
     const EpTensor **const to[] = {&g.a, &g.b, &g.offsets, &g.bias, &g.row_weight, &g.tile_counter, &g.out};
-    if (!ep_get_u32(args[0], &g.kind) || !ep_get_u32(args[1], &g.activation) ||
-        !ep_get_double(args[2], &g.alpha) || !ep_get_double(args[3], &g.limit) ||
-        !ep_get_u32(args[11], &is_portable) || !ep_get_u64(args[18], &g.expected_rows) ||
-        !ep_get_u32(args[19], &clears))
+    if (!ep_get_u32(args[0], &g.kind) || !ep_get_activation(args[1], &g.activation) ||
+        !ep_get_double(args[2], &g.scale) || !ep_get_u32(args[10], &is_portable) ||
+        !ep_get_u64(args[17], &g.expected_rows) || !ep_get_u32(args[18], &clears))
         return NULL;
     for (int i = 0; i < 7; i++)
-        if (!ep_get_tensor(args[4 + i], i >= 3 && i <= 5, &t[i], to[i])) return NULL;
+        if (!ep_get_tensor(args[3 + i], i >= 3 && i <= 5, &t[i], to[i])) return NULL;
     for (int i = 0; i < 6; i++)
-        if (!ep_get_tensor(args[12 + i], true, &t[7 + i], optional[i])) return NULL;
+        if (!ep_get_tensor(args[11 + i], true, &t[7 + i], optional[i])) return NULL;
     g.is_portable = is_portable != 0;
     g.clears = clears != 0;
-    void *stream = ep_stream_of(t[0].kind, t[0].device, args[4]);
+    void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
     WITHOUT_LOCK(code = ep_grouped_gemm(&g, stream));
     return ep_done(code);
 }
 
-/* (activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots, d_h_scale, weighted_scale); see
+/* (activation, h, d, offsets, row_weight, d_h, weighted, dots, d_h_scale, weighted_scale); see
  * EpActivationArgs */
 FAST(activation) {
     EpTensor t[9];
     EpActivationArgs a = {0};
     int code;
-    WANT(12);
+    WANT(10);
     const EpTensor **const to[] = {&a.h,        &a.d,    &a.offsets,   &a.row_weight,    &a.d_h,
                                    &a.weighted, &a.dots, &a.d_h_scale, &a.weighted_scale};
-    if (!ep_get_u32(args[0], &a.activation) || !ep_get_double(args[1], &a.alpha) ||
-        !ep_get_double(args[2], &a.limit))
-        return NULL;
+    if (!ep_get_activation(args[0], &a.activation)) return NULL;
     for (int i = 0; i < 9; i++) /* row_weight and the scales may be None */
-        if (!ep_get_tensor(args[3 + i], i == 3 || i >= 7, &t[i], to[i])) return NULL;
-    void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
+        if (!ep_get_tensor(args[1 + i], i == 3 || i >= 7, &t[i], to[i])) return NULL;
+    void *stream = ep_stream_of(t[0].kind, t[0].device, args[1]);
     WITHOUT_LOCK(code = ep_activation(&a, stream));
     return ep_done(code);
 }
 
-/* (activation, alpha, limit, x, num_rows, q, scales, is_pow2): the bytes of FP8 numbers */
+/* (activation, x, num_rows, q, scales, is_pow2): the bytes of FP8 numbers */
 FAST(quantize_fp8) {
     EpTensor t[4];
     EpQuantize a = {0};
     uint32_t is_pow2;
     int code;
-    WANT(8);
+    WANT(6);
     const EpTensor **const to[] = {&a.x, &a.num_rows, &a.q, &a.scales};
-    if (!ep_get_u32(args[0], &a.activation) || !ep_get_double(args[1], &a.alpha) ||
-        !ep_get_double(args[2], &a.limit) || !ep_get_u32(args[7], &is_pow2))
-        return NULL;
+    if (!ep_get_activation(args[0], &a.activation) || !ep_get_u32(args[5], &is_pow2)) return NULL;
     for (int i = 0; i < 4; i++)
-        if (!ep_get_tensor(args[3 + i], i == 1, &t[i], to[i])) return NULL;
+        if (!ep_get_tensor(args[1 + i], i == 1, &t[i], to[i])) return NULL;
     a.is_pow2 = is_pow2 != 0;
-    void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
+    void *stream = ep_stream_of(t[0].kind, t[0].device, args[1]);
     WITHOUT_LOCK(code = ep_quantize(&a, stream));
     return ep_done(code);
 }

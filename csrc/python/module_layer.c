@@ -217,7 +217,20 @@ static PyObject *propagate_pending_error(EpLayer *l, uint32_t buffer, uint32_t o
 /* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it, -> (rows of the
  * plan that it awaited, whether it was launched, how many fused operations ran) ---- */
 
-enum { TENSOR, OPTIONAL, OUT, OWN, OWN_OUT, OWN_OUT_OPTIONAL, PLAN, PLAN_OUT, U32, F64, PLANNED, AWAITS };
+enum {
+    TENSOR,
+    OPTIONAL,
+    OUT,
+    OWN,
+    OWN_OUT,
+    OWN_OUT_OPTIONAL,
+    PLAN,
+    PLAN_OUT,
+    U32,
+    ACTIVATION,
+    PLANNED,
+    AWAITS
+};
 enum { MAX_ARGS = 40 };
 typedef struct {
     uint8_t kind;
@@ -242,7 +255,8 @@ static bool get_numbers(const Operation *op, PyObject *tuple, char *fields, PyOb
         if (is_number && !ep_get_u32(value, number)) return false;
         if (a->kind == PLANNED) is_planned = *number != 0;
         if (a->kind == AWAITS) *awaits = is_planned && *number != 0;
-        if (a->kind == F64 && !ep_get_double(value, (double *)(void *)(fields + a->off))) return false;
+        if (a->kind == ACTIVATION && !ep_get_activation(value, (EpActivation *)(void *)(fields + a->off)))
+            return false;
     }
     return true;
 }

@@ -30,14 +30,14 @@ FAST(quantize_fp8_weight) {
     return ep_done(code);
 }
 
-/* (a, b, a_scale, b_scale, offsets, tile_counter, out, alpha); see EpWgradFp8 */
+/* (a, b, a_scale, b_scale, offsets, tile_counter, out, scale); see EpWgradFp8 */
 FAST(wgrad_fp8) {
     EpTensor t[7];
     EpWgradFp8 a = {0};
     int code;
     WANT(8);
     const EpTensor **const to[] = {&a.a, &a.b, &a.a_scale, &a.b_scale, &a.offsets, &a.tile_counter, &a.out};
-    if (!ep_get_double(args[7], &a.alpha)) return NULL;
+    if (!ep_get_double(args[7], &a.scale)) return NULL;
     for (int i = 0; i < 7; i++)
         if (!ep_get_tensor(args[i], i == 5, &t[i], to[i])) return NULL;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[0]);

@@ -12,8 +12,8 @@ from .. import _C
 from ..comm.device import capabilities, integer
 from ..comm.heap import SymmetricHeap
 from ..comm.error_propagation import reported_after_plan
-from ..gemm.activations import Activation, activate
-from ..gemm.grouped import (FORWARD, FP8_BLOCK, GATED, add_bias, aligned, as_kernel, check_activation,
+from ..gemm.activations import Activation, Kernel, activate, as_kernel, is_mixed, out_columns
+from ..gemm.grouped import (FORWARD, FP8_BLOCK, add_bias, aligned, check_activation,
                             grouped_gemm, is_transposed)
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import check_mode, constant_for_dynamo, is_watched, requires_grad
@@ -441,8 +441,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                       is_first: bool = True) -> bool:
         """The same for weights in FP8.  is_first: they multiply the rows that dispatch brings."""
         n, k = map(operator.index, gemm_weight.shape[1:])
-        number = as_kernel(activation)[0]
-        has_split_gates = number in GATED and number != as_kernel("gpt_oss")[0]
+        kernel = as_kernel(activation)
+        has_split_gates = out_columns(2, kernel) == 1 and not is_mixed(kernel)
         return _shares_launch(self.id, n, k, n if is_first else 0, True, has_split_gates)
 
     # ---- checks ----
@@ -507,11 +507,11 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         if with_grad or is_watched():
             h, _, row_weight, recv = torch.ops.epmoe.dispatch_gemm(
                 input, x_scale, weight, layout.plan, gemm_weight, gemm_scale, added, self.id, layout.buffer,
-                num_rows, *as_kernel(inside), with_grad)
+                num_rows, as_kernel(inside), with_grad)
             row_weight = None if weight is None else row_weight
         else:
             h, _, row_weight, recv, _ = self._dispatch_gemm(
-                input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows, *as_kernel(inside),
+                input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows, as_kernel(inside),
                 False, x_scale, gemm_scale)
         self._set_dispatched(layout, h, recv)
         if with_grad and bias is not None:  # an error is reported in the next operation of the other ranks
@@ -532,15 +532,15 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                                   layout.num_tokens, False, a_scale, gemm_scale)[0]
 
     def _dispatch_gemm(self, x: Tensor, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
-                       bias: Tensor | None, buffer: int, num_rows: int, activation: int, alpha: float = 0.0,
-                       limit: float = 0.0, with_grad: bool = False, x_scale: Tensor | None = None,
+                       bias: Tensor | None, buffer: int, num_rows: int, activation: Kernel,
+                       with_grad: bool = False, x_scale: Tensor | None = None,
                        gemm_scale: Tensor | None = None
                        ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
         """Allocate the outputs and call the module.
 
         Returns the products, the rows, their weights, recv, and in FP8 the scales of the rows.
         """
-        columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
+        columns = out_columns(gemm_weight.shape[1], activation)
         if x_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
             x, gemm_weight = x.view(torch.uint8), gemm_weight.view(torch.uint8)
             gemm_scale = aligned(gemm_scale)
@@ -556,7 +556,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
             *of_rows, out = outputs
             return _C.layer_dispatch_gemm(self._c, buffer, (
-                x, x_scale, weight, plan, *of_rows, *others, out, None, activation, alpha, limit, with_grad,
+                x, x_scale, weight, plan, *of_rows, *others, out, None, activation, with_grad,
                 FORWARD, awaits_rows))
 
         call = plan, buffer, x.shape[0]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import _C
 from ..comm.error_propagation import reporting
-from ..gemm.grouped import DGRAD, GATED, aligned
+from ..gemm.activations import Kernel, as_kernel, out_columns
+from ..gemm.grouped import DGRAD, aligned
 from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
 from ..torch_modes import check_mode, implement, is_watched, new_size, record_gradient
 
@@ -279,9 +280,8 @@ record_gradient(lib, "combine", _save_combine, _combine_backward)
 # ---- the fused kernels ----
 
 lib.define("dispatch_gemm(Tensor x, Tensor? x_scale, Tensor? weight, Tensor plan, Tensor gemm_weight, "
-           "Tensor? gemm_scale, Tensor? bias, str layer, int buffer, SymInt num_rows, int activation, "
-           "float alpha=0, float limit=0, bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, "
-           "Tensor, Tensor)")
+           "Tensor? gemm_scale, Tensor? bias, str layer, int buffer, SymInt num_rows, float[] activation, "
+           "bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
 # Computes nothing: FlopCounterMode counts a product of the rows with each of the weights [L, N, K].
 lib.define("counted_products(Tensor rows, Tensor offsets, Tensor[] weights) -> Tensor")
 lib.define("gemm_combine(Tensor a, Tensor? a_scale, Tensor gemm_weight, Tensor? gemm_scale, Tensor? bias, "
@@ -296,13 +296,12 @@ def expert_offsets(layer: EPAll2AllLayer, plan: Tensor) -> Tensor:
 
 def _run_dispatch_gemm(x: Tensor, x_scale: Tensor | None, weight: Tensor | None, plan: Tensor,
                        gemm_weight: Tensor, gemm_scale: Tensor | None, bias: Tensor | None, layer_id: str,
-                       buffer: int, num_rows: int, activation: int, alpha: float = 0.0, limit: float = 0.0,
-                       requires_grad: bool = False,
+                       buffer: int, num_rows: int, activation: Kernel, requires_grad: bool = False,
                        after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EpAll2AllFusedOp = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH_GEMM, buffer, plan, num_rows < 0):
         out, rows, row_weight, recv, _ = layer._dispatch_gemm(
-            aligned(x), aligned(weight), plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit,
+            aligned(x), aligned(weight), plan, gemm_weight, bias, buffer, num_rows, activation,
             requires_grad, x_scale, gemm_scale)
     return out, rows, absent(x) if row_weight is None else row_weight, recv
 
@@ -331,11 +330,11 @@ implement(lib, "gemm_combine", _run_gemm_combine)
 @register_fake("dispatch_gemm")
 def _(x: Tensor, x_scale: Tensor | None, weight: Tensor | None, plan: Tensor, gemm_weight: Tensor,
       gemm_scale: Tensor | None, bias: Tensor | None, layer_id: str, buffer: int, num_rows: Any,
-      activation: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+      activation: Kernel, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer: EpAll2AllFusedOp = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
-    columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
+    columns = out_columns(gemm_weight.shape[1], activation)
     like = x.new_empty(0, dtype=layer.dtype)
     out = like.new_empty(num_rows, columns)
     rows = x.new_empty(num_rows, layer.hidden, dtype=layer.dtype if x_scale is None else x.dtype)
@@ -365,7 +364,7 @@ def _dispatch_gemm_backward(ctx: Any, d_out: Tensor, d_rows: Tensor, d_row_weigh
     layer: EpAll2AllFusedOp = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan):
-        if ctx.activation:
+        if ctx.activation[0]:
             raise RuntimeError("dispatch_gemm with an activation has no backward: apply the activation after "
                                "it")
         check_mode(d_out, d_row_weight, gemm_weight, may_batch=True)
@@ -374,13 +373,14 @@ def _dispatch_gemm_backward(ctx: Any, d_out: Tensor, d_rows: Tensor, d_row_weigh
         d_gemm_weight = None
         if ctx.needs_input_grad[4]:
             d_gemm_weight = gradient_of(ctx.deferred_wgrad, d_out, rows, offsets)
-        d_rows = gemm(d_out, gemm_weight, offsets, None, None, None, None, DGRAD, 0, False, None)
+        d_rows = gemm(d_out, gemm_weight, offsets, None, None, None, None, DGRAD, as_kernel(None), False,
+                      None)
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
         num_tokens = ctx.num_tokens * layer._copies
         dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
                                                num_tokens)
     return (layer._by_token(dx), None, d_weight if ctx.has_weight else None, None, d_gemm_weight,
-            *[None] * 10)
+            *[None] * 8)
 
 
 def _save_gemm_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -412,7 +412,7 @@ def _gemm_combine_backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | No
         da = None
         d_gemm_weight = None
         if ctx.needs_input_grad[0]:
-            da = gemm(g, gemm_weight, offsets, None, None, None, None, DGRAD, 0, False, None,
+            da = gemm(g, gemm_weight, offsets, None, None, None, None, DGRAD, as_kernel(None), False, None,
                       zeros=layer.capacity is not None)
         if ctx.needs_input_grad[2]:
             d_gemm_weight = gradient_of(ctx.deferred_wgrad, g, a, offsets)

@@ -1,12 +1,12 @@
 """The activations of experts, in plain PyTorch.
 
 Where no kernel applies an activation, for example where a gradient is wanted, epmoe takes `activate`.  The
-list of the activations, and which of them have gates, is EP_ACTIVATIONS of csrc/protocol/gemm_params.h.
+list of the activations, and which of them have gates, is EP_ACTIVATIONS of csrc/protocol/activation.h.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
@@ -67,6 +67,8 @@ class SwiGLU(NamedTuple):
 
 
 Activation: TypeAlias = str | SwiGLU | GptOss
+# An activation as the module takes it: EpActivation of csrc/protocol/activation.h
+Kernel: TypeAlias = Sequence[float]
 
 
 def gpt_oss_numbers(activation: Activation | None) -> tuple[float, float] | None:
@@ -189,3 +191,46 @@ def activate(h: torch.Tensor, activation: Activation = "swiglu") -> torch.Tensor
     alpha, limit = numbers
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + offset) * gate * torch.sigmoid(alpha * gate)
+
+
+# ---- as the module takes them ----
+
+_KINDS = {name: kind for kind, (name, _, _) in enumerate(_C.ACTIVATIONS)}
+_NAMES = {kind: None if name == "none" else name for name, kind in _KINDS.items()}
+_SWIGLU_KINDS = _KINDS["swiglu_numbers"], _KINDS["swiglu_plus_one"]  # by the offset of SwiGLU
+_GPT_OSS = _KINDS["gpt_oss"]
+_GATED_KINDS = tuple(kind for kind, (_, is_gated, _) in enumerate(_C.ACTIVATIONS) if is_gated)
+# What as_kernel returns for an activation that is a name or None.
+KERNELS: dict[str | None, Kernel] = {name: (kind, *(gpt_oss_numbers(name) or (0.0, 0.0)))
+                                     for kind, name in _NAMES.items() if kind not in _SWIGLU_KINDS}
+
+
+@torch.compiler.assume_constant_result  # else a compiler takes the numbers for inputs of its graph
+def as_kernel(activation: Activation | None) -> Kernel:
+    """Return an activation as the module takes it.  Raises ValueError for an unknown one."""
+    if isinstance(activation, (str, type(None))) and activation in KERNELS:
+        return KERNELS[activation]
+    gate = cast(SwiGLU | GptOss, activation)
+    is_gated(gate)  # raises
+    if numbers := gpt_oss_numbers(gate):
+        return _GPT_OSS, *numbers
+    gate = cast(SwiGLU, gate)
+    return KERNELS["swiglu"] if gate == SwiGLU() else (_SWIGLU_KINDS[int(gate.offset)], *_numbers(gate))
+
+
+def activation_of(kernel: Kernel) -> Activation | None:
+    """Return the activation of which as_kernel has returned this."""
+    kind, alpha, limit = kernel
+    if kind in _SWIGLU_KINDS:
+        return SwiGLU(alpha, limit, _SWIGLU_KINDS.index(int(kind)))
+    return GptOss(alpha, limit) if kind == _GPT_OSS else _NAMES[int(kind)]
+
+
+def out_columns(columns: int, kernel: Kernel) -> int:
+    """Return how many columns an activation makes of those of a product: half of them, if it has gates."""
+    return columns // 2 if kernel[0] in _GATED_KINDS else columns
+
+
+def is_mixed(kernel: Kernel) -> bool:
+    """Whether gates and ups alternate."""
+    return kernel[0] == _GPT_OSS

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,19 +11,17 @@ from torch import Tensor
 from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement, mark_written, record_gradient, requires_grad
-from .activations import Activation, GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
+from .activations import Activation, Kernel, activate, activation_of, as_kernel, is_mixed, out_columns
 from .four_bit import dequantize, format_of
 from .weight_gradients import gradient_of, deferred_wgrad_of
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, "
-            "Tensor? a_scale, Tensor? b_scale, int kind, int activation, bool portable, ScalarType? dtype, "
-            "float alpha=0, float limit=0, int expected_rows=0, Tensor? b_zero=None, bool zeros=False) "
-            "-> Tensor")
+            "Tensor? a_scale, Tensor? b_scale, int kind, float[] activation, bool portable, "
+            "ScalarType? dtype, int expected_rows=0, Tensor? b_zero=None, bool zeros=False) -> Tensor")
 _lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, float scale, bool "
             "portable) -> ()")
 
-Kernel: TypeAlias = tuple[int, float, float]  # the number, alpha and limit of an activation
 _T = TypeVar("_T", Tensor, Tensor | None)
 NO_GRADIENT = ("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use bfloat16 for "
                "training")
@@ -31,44 +29,11 @@ NO_GRADIENT_4 = ("a grouped GEMM with weights of 4 bits has no gradient: call it
                  "use weights of 16 bits for training")
 
 FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each multiplies
-_NUMBERS = {name: number for number, (name, _, _) in enumerate(_C.ACTIVATIONS)}
-_NAMES = {number: None if name == "none" else name for name, number in _NUMBERS.items()}
-_SWIGLU_NUMBERS = _NUMBERS["swiglu_numbers"], _NUMBERS["swiglu_plus_one"]  # by the offset of SwiGLU
-_GPT_OSS = _NUMBERS["gpt_oss"]
-# What as_kernel returns for an activation that is a name or None.
-KERNELS = {name: (number, *(gpt_oss_numbers(name) or (0.0, 0.0)))
-           for number, name in _NAMES.items() if number not in _SWIGLU_NUMBERS}
-# The numbers of activations that halve the columns.
-GATED = tuple(number for number, (_, is_gated, _) in enumerate(_C.ACTIVATIONS) if is_gated)
 FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
 # The dtypes that epmoe multiplies.
 _CPU_DTYPES = (torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (*_CPU_DTYPES, torch.float8_e4m3fn)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def as_kernel(activation: Activation | None) -> Kernel:
-    """Return (number, alpha, limit) of an activation, as csrc/protocol/gemm_params.h defines them.
-
-    Raises ValueError for an unknown activation.
-    """
-    if isinstance(activation, (str, type(None))) and activation in KERNELS:
-        return KERNELS[activation]
-    gate = cast(SwiGLU | GptOss, activation)
-    is_gated(gate)  # raises
-    if numbers := gpt_oss_numbers(gate):
-        return _GPT_OSS, *numbers
-    gate = cast(SwiGLU, gate)
-    if gate == SwiGLU():
-        return KERNELS["swiglu"]
-    return _SWIGLU_NUMBERS[int(gate.offset)], float(gate.alpha), float(gate.limit)
-
-
-def activation_of(number: int, alpha: float, limit: float) -> Activation | None:
-    """Return the activation of which as_kernel has returned these."""
-    if number in _SWIGLU_NUMBERS:
-        return SwiGLU(alpha, limit, _SWIGLU_NUMBERS.index(number))
-    return GptOss(alpha, limit) if number == _GPT_OSS else _NAMES[number]
 
 
 def aligned(t: _T) -> _T:
@@ -82,12 +47,12 @@ def aligned(t: _T) -> _T:
     return t.clone()
 
 
-def _out_shape(a: Tensor, b: Tensor, offsets: Tensor, kind: int, activation: int) -> tuple[int, ...]:
+def _out_shape(a: Tensor, b: Tensor, offsets: Tensor, kind: int, activation: Kernel) -> tuple[int, ...]:
     if kind == WGRAD:
         return offsets.shape[0] - 1, a.shape[1], b.shape[1]
     if kind == DGRAD:
         return a.shape[0], b.shape[2]
-    return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
+    return a.shape[0], out_columns(b.shape[1], activation)
 
 
 def rows_of_experts(offsets: Tensor, num_rows: int) -> list[tuple[int, int, int]]:
@@ -119,8 +84,8 @@ def _in_blocks(rows: Tensor, weight: Tensor, a_scale: Tensor, b_scale: Tensor,
 
 
 def _by_expert(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-               a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, alpha: float,
-               limit: float, dtype: torch.dtype | None) -> Tensor:
+               a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: Kernel,
+               dtype: torch.dtype | None) -> Tensor:
     """Compute a grouped GEMM by torch, one product per expert, for any device and dtype.
 
     The host reads the offsets.  As in the kernels, 16-bit results are rounded once, at the end.
@@ -128,7 +93,7 @@ def _by_expert(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_w
     def wide(t: Tensor) -> Tensor:
         return t.float() if t.dtype.itemsize <= 2 else t
 
-    named = activation_of(activation, alpha, limit)
+    named = activation_of(activation)
     out = a.new_zeros(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
     with torch.autocast(a.device.type, enabled=False):  # the caller has chosen the precision already
         for e, begin, end in rows_of_experts(offsets, a.shape[0]):
@@ -162,9 +127,10 @@ def has_kernel(a: Tensor, b: Tensor) -> bool:
             and capabilities(a.device).major >= 8)
 
 
-def _fits_four_bits(a: Tensor, num_columns: int, activation: int) -> bool:
+def _fits_four_bits(a: Tensor, num_columns: int, activation: Kernel) -> bool:
     """Whether the kernels of a device multiply weights of 4 bits with so many columns."""
-    is_halved = activation in GATED and activation != _GPT_OSS  # each half has whole tiles
+    # each half has whole tiles
+    is_halved = out_columns(2, activation) == 1 and not is_mixed(activation)
     return num_columns % (128 if is_halved and a.device.type == "cuda" else 64) == 0
 
 
@@ -180,8 +146,8 @@ def tile_counter(a: Tensor) -> Tensor | None:
 
 
 def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-                  a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
-                  dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0, expected_rows: int = 0,
+                  a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: Kernel,
+                  portable: bool, dtype: torch.dtype | None, expected_rows: int = 0,
                   b_zero: Tensor | None = None, zeros: bool = False) -> Tensor:
     """Compute a product.  zeros: rows of the result that belong to no expert are 0, and not undefined."""
     has_four_bits = False
@@ -191,8 +157,7 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, ro
             b = dequantize(format_of(b, b_scale, b_zero, a.dtype), b, b_scale, b_zero, a.dtype)
             b_scale = b_zero = None
     if not has_kernel(a, b):
-        return _by_expert(a, b, offsets, bias, row_weight, a_scale, b_scale, kind, activation, alpha, limit,
-                          dtype)
+        return _by_expert(a, b, offsets, bias, row_weight, a_scale, b_scale, kind, activation, dtype)
     if a.device.type == "cpu":
         rows_of_experts(offsets, a.shape[0])  # raises
     a, b, offsets = map(aligned, (a, b, offsets))
@@ -203,7 +168,7 @@ def _grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, ro
         b_scale, b_zero = aligned(b_scale), aligned(b_zero)
     elif a_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
         a, b = a.view(torch.uint8), b.view(torch.uint8)
-    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable,
+    _C.grouped_gemm(kind, activation, 0.0, a, b, offsets, bias, row_weight, counter, out, portable,
                     a_scale, b_scale, b_zero, None, None, None, expected_rows, zeros)
     return out
 
@@ -213,9 +178,9 @@ implement(_lib, "grouped_gemm", _grouped_gemm)
 
 @torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)
 def _(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-      a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: int, portable: bool,
-      dtype: torch.dtype | None, alpha: float = 0.0, limit: float = 0.0, expected_rows: int = 0,
-      b_zero: Tensor | None = None, zeros: bool = False) -> Tensor:
+      a_scale: Tensor | None, b_scale: Tensor | None, kind: int, activation: Kernel, portable: bool,
+      dtype: torch.dtype | None, expected_rows: int = 0, b_zero: Tensor | None = None,
+      zeros: bool = False) -> Tensor:
     return a.new_empty(_out_shape(a, b, offsets, kind, activation), dtype=dtype)
 
 
@@ -240,12 +205,12 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         if kind == WGRAD:
             return gradient_of(ctx.deferred_wgrad, left, right, offsets, ctx.portable)
         # What comes before may read the gradients of all rows, also of those that belong to no expert.
-        return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, None, None, kind, 0,
-                                            ctx.portable, None, zeros=True)
+        return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, None, None, kind,
+                                            as_kernel(None), ctx.portable, None, zeros=True)
 
     grads = [product(*factors) if needed else None
              for factors, needed in zip(of_inputs, ctx.needs_input_grad)]
-    return *grads, *[None] * 14
+    return *grads, *[None] * 12
 
 
 record_gradient(_lib, "grouped_gemm", _save, _backward)
@@ -291,8 +256,8 @@ def _grouped_wgrad_add(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, scale
     sums = out if fits else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     counter = tile_counter(a)
     mark_written((sums,))
-    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable, None, None,
-                    None, None, None, None, 0, False)
+    _C.grouped_gemm(WGRAD, as_kernel(None), scale, a, b, offsets, None, None, counter, sums, portable, None,
+                    None, None, None, None, None, 0, False)
     if not fits:
         out.add_(sums)
 
@@ -314,7 +279,7 @@ def check_activation(activation: Activation | None, num_columns: int) -> Kernel:
     Raises ValueError for an unknown activation, or a gated one with an odd number of columns.
     """
     kernel = as_kernel(activation)
-    if kernel[0] in GATED and num_columns % 2:
+    if out_columns(2, kernel) == 1 and num_columns % 2:
         raise ValueError(f"activation {activation!r}: needs an even number of weight rows, got {num_columns}")
     return kernel
 
@@ -531,7 +496,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         raise ValueError(f"give either counts or offsets, got {given}")
     has_four_bits = b_scale is not None and a_scale is None and isinstance(weight, Tensor) and (
         weight.dtype == torch.uint8)
-    number, alpha, limit = _check(x, weight, counts, offsets, bias, activation, row_weight, has_four_bits)
+    kernel = _check(x, weight, counts, offsets, bias, activation, row_weight, has_four_bits)
     expected = 0 if expected_rows is None else check_expected_rows(expected_rows)
     check_mode(x, weight, bias, row_weight, may_batch=True)
     if offsets is None:
@@ -551,7 +516,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
                                  f"{t.device}")
         of_four = (x, weight.contiguous(), offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32),
                    None, scale.contiguous())
-        return call("grouped_gemm", of_four, FORWARD, number, portable, None, alpha, limit, expected,
+        return call("grouped_gemm", of_four, FORWARD, kernel, portable, None, expected,
                     scales=() if zero is None else (zero.contiguous(),))
     if b_zero is not None:
         raise ValueError("b_zero: give it only with b_scale, for weights of 4 bits")
@@ -561,18 +526,18 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         scales = expand_scales(x, weight, cast(Tensor, a_scale), cast(Tensor, b_scale))
         of_fp8 = (x, weight.contiguous(), offsets, _cast(bias, dtype), _cast(row_weight, torch.float32),
                   *scales)
-        y = call("grouped_gemm", of_fp8, FORWARD, number, portable, dtype, alpha, limit, expected)
-        return call("quantize_fp8", (y, offsets[-1:]), *as_kernel(None)) if quantises else y
+        y = call("grouped_gemm", of_fp8, FORWARD, kernel, portable, dtype, expected)
+        return call("quantize_fp8", (y, offsets[-1:]), as_kernel(None)) if quantises else y
     kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
     weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
     if kind == FORWARD and not requires_grad(*leaves):
         tensors = x, weight, offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32), None, None
-        return call("grouped_gemm", tensors, FORWARD, number, portable, None, alpha, limit, expected)
+        return call("grouped_gemm", tensors, FORWARD, kernel, portable, None, expected)
     # Torch's own operators follow the product: they have a backward, and only FORWARD has an epilogue.
     # The gradient of a row weight is a product with the row, also for rows that belong to no expert.
     zeros = row_weight is not None and requires_grad(row_weight)
-    y = call("grouped_gemm", (x, weight, offsets, None, None, None, None), kind, 0, portable, None, 0.0, 0.0,
-             expected, None, zeros)
+    y = call("grouped_gemm", (x, weight, offsets, None, None, None, None), kind, as_kernel(None), portable,
+             None, expected, None, zeros)
     if bias is not None:
         y = add_bias(y, bias, offsets)
     y = y if activation is None else activate(y, activation)

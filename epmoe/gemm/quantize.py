@@ -9,13 +9,13 @@ from torch import Tensor
 from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement
-from .activations import Activation, activate
-from .grouped import FP8_BLOCK as BLOCK, GATED, activation_of, aligned, as_kernel
+from .activations import Activation, Kernel, activate, activation_of, as_kernel, out_columns
+from .grouped import FP8_BLOCK as BLOCK, aligned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
-_lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alpha, float limit, bool "
+_lib.define("quantize_fp8(Tensor x, Tensor? num_rows, float[] activation, bool "
             "pow2=False) -> (Tensor, Tensor)")
 
 
@@ -42,31 +42,30 @@ def _scale_of(blocks: Tensor, dims: tuple[int, ...], pow2: bool = False) -> tupl
     return scales, 1 / scales
 
 
-def _empty_rows(x: Tensor, activation: int) -> tuple[Tensor, Tensor]:
+def _empty_rows(x: Tensor, activation: Kernel) -> tuple[Tensor, Tensor]:
     """Return (q, scales) for the rows of x.  The scales are in memory column after column."""
-    num_rows, k = x.shape[0], x.shape[1] // (2 if activation in GATED else 1)
+    num_rows, k = x.shape[0], out_columns(x.shape[1], activation)
     q = x.new_empty((num_rows, k), dtype=torch.float8_e4m3fn)
     return q, x.new_empty((-(-k // BLOCK), num_rows), dtype=torch.float32).t()
 
 
-def _quantize_by_torch(x: Tensor, activation: int, alpha: float, limit: float,
-                       pow2: bool = False) -> tuple[Tensor, Tensor]:
-    named = activation_of(activation, alpha, limit)
+def _quantize_by_torch(x: Tensor, activation: Kernel, pow2: bool = False) -> tuple[Tensor, Tensor]:
+    named = activation_of(activation)
     x = x.float() if named is None else activate(x.float(), named)
     groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     scales, inverse = _scale_of(groups, (2,), pow2)
     return (groups * inverse).to(torch.float8_e4m3fn).flatten(1)[:, :x.shape[1]], scales[:, :, 0]
 
 
-def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float,
+def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: Kernel,
                   pow2: bool = False) -> tuple[Tensor, Tensor]:
     q, scales = _empty_rows(x, activation)
     if x.device.type == "cpu" or (x.device.type == "cuda" and _C.HAS_CUDA
                                   and capabilities(x.device).major >= 8):
-        _C.quantize_fp8(activation, alpha, limit, aligned(x), num_rows, q.view(torch.uint8), scales.t(), pow2)
+        _C.quantize_fp8(activation, aligned(x), num_rows, q.view(torch.uint8), scales.t(), pow2)
     else:
         num = len(x) if num_rows is None else min(max(num_rows.item(), 0), len(x))
-        q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, alpha, limit, pow2)
+        q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, pow2)
     return q, scales
 
 
@@ -74,7 +73,7 @@ implement(_lib, "quantize_fp8", _quantize_fp8)
 
 
 @torch.library.register_fake("epmoe::quantize_fp8", lib=_lib)
-def _(x: Tensor, num_rows: Tensor | None, activation: int, alpha: float, limit: float,
+def _(x: Tensor, num_rows: Tensor | None, activation: Kernel,
       pow2: bool = False) -> tuple[Tensor, Tensor]:
     return _empty_rows(x, activation)
 
@@ -139,14 +138,14 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tens
     """
     _check_input(x, 2, "rows [M, K]")
     kernel = as_kernel(activation)
-    if kernel[0] in GATED and x.shape[1] % 2:
+    if out_columns(2, kernel) == 1 and x.shape[1] % 2:
         raise ValueError(f"activation {activation!r}: wanted as many gates as ups in a row, got rows of "
                          f"{x.shape[1]} numbers")
     if num_rows is not None:
         _check_num_rows(num_rows, x)
         num_rows = num_rows.reshape(1)
     check_mode(x, may_batch=True)
-    return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel, pow2)
+    return call("quantize_fp8", (x.detach().contiguous(), num_rows), kernel, pow2)
 
 
 def dequantize_fp8(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

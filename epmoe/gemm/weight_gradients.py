@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..torch_modes import check_backward
+from .activations import as_kernel
 
 WGRAD = 2  # as in grouped.py, which uses this file
 
@@ -67,8 +68,8 @@ class Factors:
     def product(self) -> Tensor:
         """Return the gradient [L, N, K]."""
         a, b, offsets = self.tensors
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, WGRAD, 0, self.portable,
-                                            None)
+        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, WGRAD,
+                                            as_kernel(None), self.portable, None)
 
     def add_to(self, out: Tensor, scale: float) -> None:
         """Add the gradient, times scale, to out [L, N, K] of float32 or of the dtype of the factors."""

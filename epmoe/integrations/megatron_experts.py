@@ -9,6 +9,7 @@ from megatron.core import tensor_parallel
 from megatron.core.activations import squared_relu
 from megatron.core.transformer.moe import experts as _megatron
 
+from ..gemm.activations import as_kernel
 from ..gemm.grouped import DGRAD
 from ..gemm.weight_gradients import WeightGradients
 from ..moe.fp8_rows import experts_fp8
@@ -166,7 +167,7 @@ class EpmoeGroupedMLP(_megatron.GroupedMLP):
 
         def product(a, weight):
             return torch.ops.epmoe.grouped_gemm(a.contiguous(), weight, offsets, None, None, None, None,
-                                                DGRAD, 0, False, None)
+                                                DGRAD, as_kernel(None), False, None)
 
         h = product(rows, self._weight(self.weight1, self.config.hidden_size, -1))
         act, discard = self._act(h, probs)

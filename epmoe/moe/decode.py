@@ -11,8 +11,7 @@ from torch import Tensor
 from .. import _C
 from ..a2a.low_latency import LowLatencyAll2All
 from ..errors import HeapExhausted
-from ..gemm.activations import Activation
-from ..gemm.grouped import KERNELS, as_kernel
+from ..gemm.activations import Activation, as_kernel
 from ..torch_modes import check_mode, is_plain, is_traced, is_watched, requires_grad
 from . import experts as experts_ops
 
@@ -100,7 +99,7 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         a2a._check_idle(_C.OP_LL_DISPATCH, 0)
         if not is_plain():
             check_mode(x, topk_weights, *weights, *(lora.factors if lora else ()))
-        kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
+        kernel = as_kernel(activation)
         allocate, hidden, inner = a2a._allocator(), a2a.hidden, down.shape[2] * (1 if scales is None else 2)
         up_scale, up_zero, down_scale, down_zero = scales or experts_ops.NO_SCALES
         weight = topk_weights if topk_weights.dtype == torch.float32 else experts_ops.as_float32(topk_weights)
@@ -122,7 +121,7 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
                                         down_bias, down_scale, down_zero, handle, rows, counts, a, rows, y,
                                         *(low[0] or experts_ops.NO_LOW), low_up,
                                         *(low[1] or experts_ops.NO_LOW), low_down, tag, row_tag,
-                                        adapter_columns, *kernel))
+                                        adapter_columns, kernel))
     except Exception as error:
         a2a._propagate(_C.OP_LL_DISPATCH, error, 0)
     if lora is not None and is_watched():

@@ -36,8 +36,8 @@ from ..a2a.layer import ANY_SLACK, MOST_ROOMS, NO_SIZE_HINT, next_size_hint
 from ..a2a.layout import EPLayout
 from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
 from ..comm.error_propagation import reported_after_plan, reporting
-from ..gemm.activations import Activation
-from ..gemm.grouped import GATED, KERNELS, WGRAD, Kernel, as_kernel
+from ..gemm.activations import Activation, Kernel, as_kernel, out_columns
+from ..gemm.grouped import WGRAD
 from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of
 from ..torch_modes import check_backward, check_mode, implement, is_batch, is_plain, is_transformed
 from ..torch_modes import is_watched, record_gradient, requires_grad
@@ -62,10 +62,10 @@ _T = TypeVar("_T", Tensor, Tensor | None)
 _Gradients: TypeAlias = tuple[Tensor | None, ...]  # of x, weight, and of the four Weights
 
 lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
-           "Tensor? down_bias, str layer, int buffer, SymInt num_rows, int activation, float alpha, float "
-           "limit, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+           "Tensor? down_bias, str layer, int buffer, SymInt num_rows, float[] activation, "
+           "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 lib.define("experts_backward_down(Tensor dy, Tensor plan, Tensor down, Tensor? down_bias, Tensor h, Tensor "
-           "row_weight, str layer, int buffer, int activation, float alpha, float limit, Tensor? after=None) "
+           "row_weight, str layer, int buffer, float[] activation, Tensor? after=None) "
            "-> (Tensor, Tensor, Tensor, Tensor)")
 lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight, Tensor plan, Tensor recv, "
            "str layer, int buffer, SymInt num_tokens, Tensor? after=None) -> (Tensor, Tensor)")
@@ -112,7 +112,7 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         plain = is_plain()
         if lora is None and (as_operators or not plain and is_transformed()):
             return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
-        kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
+        kernel = as_kernel(activation)
         if not plain:
             check_mode(tokens, topk_weights, *parameters, *(lora.factors if lora else ()))
         weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)
@@ -151,7 +151,7 @@ def _run_as_operators(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, t
 def _run_planned(layer: EPAll2AllLayer, layout: EPLayout, tokens: Tensor, weight: Tensor | None,
                  parameters: Weights, num_rows: int, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
     y, rows, _, _, recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
-                                                  layout.buffer, num_rows, *as_kernel(activation))
+                                                  layout.buffer, num_rows, as_kernel(activation))
     return y, rows, recv
 
 
@@ -225,7 +225,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
             down_zero, layout.plan, moved, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW),
-            low_up, *(low[1] or NO_LOW), low_down, tag, row_tag, adapter_columns, *kernel, saves, *balance,
+            low_up, *(low[1] or NO_LOW), low_down, tag, row_tag, adapter_columns, kernel, saves, *balance,
             is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
@@ -274,7 +274,7 @@ def backward_down(layer: EPAll2AllLayer, dy: Tensor, plan: Tensor, down: Tensor,
     recv = empty((layer._recv_words,), (1,), torch.int32)
     low_rows = low_rows_of(empty, n, low, 2)
     _C.layer_experts_down(layer._c, buffer, (dy, down, plan, h, row_weight, recv, g, weighted, d_h, dots,
-                                             *(low or NO_LOW), low_rows, *kernel))
+                                             *(low or NO_LOW), low_rows, kernel))
     if down_bias is not None:
         bias = F.pad(bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
         dots += row_dots(g, bias[expert_of_row(expert_offsets(layer, plan), n)])
@@ -375,7 +375,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         dy = dy.contiguous()
         if as_operators:
             g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
-                dy, plan, down, down_bias, h, row_weight, layer.id, ctx.buffer, *ctx.kernel)
+                dy, plan, down, down_bias, h, row_weight, layer.id, ctx.buffer, ctx.kernel)
         else:
             g, d_h, weighted, dots, _ = backward_down(layer, dy, plan, down, down_bias, h, row_weight,
                                                       ctx.kernel, ctx.buffer)
@@ -428,13 +428,12 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
 
 def _run_experts(x: Tensor, weight: Tensor, plan: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
                  down: Tensor, down_bias: Tensor | None, layer_id: str, buffer: int, num_rows: int,
-                 activation: int, alpha: float, limit: float,
+                 activation: Kernel,
                  after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     layer, parameters = layer_of(layer_id), (gate_up, gate_up_bias, down, down_bias)
     layout = EPLayout(layer, plan, x.shape[0], buffer)
     try:
-        kernel = activation, alpha, limit
-        return forward(layer, x, None, weight, layout, parameters, kernel, num_rows, True)[:5]
+        return forward(layer, x, None, weight, layout, parameters, activation, num_rows, True)[:5]
     except Exception:
         if layout.recv is not None:
             raise  # the operations have run: nobody waits for this rank
@@ -443,12 +442,11 @@ def _run_experts(x: Tensor, weight: Tensor, plan: Tensor, gate_up: Tensor, gate_
 
 
 def _run_backward_down(dy: Tensor, plan: Tensor, down: Tensor, down_bias: Tensor | None, h: Tensor,
-                       row_weight: Tensor, layer_id: str, buffer: int, activation: int, alpha: float,
-                       limit: float, after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                       row_weight: Tensor, layer_id: str, buffer: int, activation: Kernel,
+                       after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     layer = layer_of(layer_id)
     with reporting(layer, _C.OP_DISPATCH, buffer, plan):
-        kernel = activation, alpha, limit
-        return backward_down(layer, dy, plan, down, down_bias, h, row_weight, kernel, buffer)[:4]
+        return backward_down(layer, dy, plan, down, down_bias, h, row_weight, activation, buffer)[:4]
 
 
 def _run_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Tensor, plan: Tensor, recv: Tensor,
@@ -465,8 +463,8 @@ def _run_sum_of_rows(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> T
     """Return the sum [L, N] of each expert's rows of g, times their weights: WGRAD with one other column."""
     column = g.new_ones(g.shape[0]) if row_weight is None else row_weight.to(g.dtype)
     columns = F.pad(column[:, None], (0, 15))
-    return torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, None, None, WGRAD, 0, False,
-                                        None)[..., 0].contiguous()
+    return torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, None, None, WGRAD,
+                                        as_kernel(None), False, None)[..., 0].contiguous()
 
 
 for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_backward_down),
@@ -488,9 +486,9 @@ def _(x: Tensor, weight: Tensor, plan: Tensor, gate_up: Tensor, gate_up_bias: Te
 
 @register_fake("experts_backward_down")
 def _(dy: Tensor, plan: Tensor, down: Tensor, down_bias: Tensor | None, h: Tensor, row_weight: Tensor,
-      layer_id: str, buffer: int, activation: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+      layer_id: str, buffer: int, activation: Kernel, *_: Any, **__: Any) -> tuple[Tensor, ...]:
     like = dy.new_empty(0, dtype=layer_of(layer_id).dtype)
-    columns = h.shape[1] // (2 if activation in GATED else 1)
+    columns = out_columns(h.shape[1], activation)
     return (like.new_empty(h.shape[0], down.shape[1]), torch.empty_like(h),
             like.new_empty(h.shape[0], columns), dy.new_empty(h.shape[0], dtype=torch.float32))
 
@@ -509,7 +507,7 @@ def _(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, *ctx.kernel, _ = inputs
+    x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, ctx.kernel, _ = inputs
     _, rows, h, row_weight, recv = output
     ctx.num_tokens = x.shape[0]
     ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
@@ -524,7 +522,7 @@ def _backward_of_operator(ctx: Any, dy: Tensor | None, *_: Any) -> _Gradients:
     if dy is None:  # what came after the experts has returned no gradient; the other ranks may have one
         dy = torch.zeros(ctx.num_tokens, layer.hidden, dtype=layer.dtype, device=layer.device)
     x, weight, *of_parameters = _backward(ctx, layer, dy, [*needed[:2], *needed[3:7]])
-    return x, weight, None, *of_parameters, *[None] * 7
+    return x, weight, None, *of_parameters, *[None] * 5
 
 
 record_gradient(lib, "experts", _save, _backward_of_operator)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import _C, flops
-from ..gemm.activations import Activation
-from ..gemm.grouped import as_kernel, grouped_gemm
+from ..gemm.activations import Activation, Kernel, as_kernel
+from ..gemm.grouped import grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import DeferredWgrad, Factors, deferred_wgrad_of, gradient_of_factors
 from ..gemm.wgrad_fp8 import quantize_fp8_weight_pair
@@ -24,11 +24,11 @@ _lib.define("quantize_fp8_weight_pair(Tensor weight) -> (Tensor, Tensor, Tensor,
 # gate_up and down are only what gets a gradient: the products read up, down8 and what is transposed.
 _lib.define("experts_fp8(Tensor rows, Tensor gate_up, Tensor down, Tensor offsets, Tensor? row_weight, "
             "Tensor up, Tensor up_scale, Tensor up_t, Tensor up_t_scale, Tensor down8, Tensor down_scale, "
-            "Tensor down_t, Tensor down_t_scale, int activation, float alpha, float limit, "
+            "Tensor down_t, Tensor down_t_scale, float[] activation, "
             "bool wgrad_in_16_bits, bool transposed) -> (Tensor, Tensor, Tensor, Tensor)")
 _lib.define("experts_fp8_backward(Tensor dy, Tensor offsets, Tensor? row_weight, Tensor rows, "
             "Tensor row_scale, Tensor h, Tensor up_t, Tensor up_t_scale, Tensor down_t, Tensor down_t_scale, "
-            "int activation, float alpha, float limit, bool wgrad_in_16_bits, bool transposed, "
+            "float[] activation, bool wgrad_in_16_bits, bool transposed, "
             "bool of_gate_up, bool of_down) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
@@ -94,19 +94,19 @@ def experts_fp8(rows: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor,
         pairs = [(*p[2:], *p[:2]) for p in pairs]
     row_weight = None if row_weight is None else row_weight.to(torch.float32).contiguous()
     y, *_ = torch.ops.epmoe.experts_fp8(rows.contiguous(), gate_up, down, offsets, row_weight, *pairs[0],
-                                        *pairs[1], *as_kernel(activation),
+                                        *pairs[1], as_kernel(activation),
                                         wgrad_dtype not in (None, E4M3), transposed)
     return y
 
 
 def _forward(rows: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor, row_weight: Tensor | None,
              up: Tensor, up_scale: Tensor, up_t: Tensor, up_t_scale: Tensor, down8: Tensor,
-             down_scale: Tensor, down_t: Tensor, down_t_scale: Tensor, activation: int, alpha: float,
-             limit: float, wgrad_in_16_bits: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+             down_scale: Tensor, down_t: Tensor, down_t_scale: Tensor, activation: Kernel,
+             wgrad_in_16_bits: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y, and for the backward the rows in FP8, their scales, and gate and up."""
     x, x_scale = quantize_fp8(rows.detach(), num_rows=offsets[-1:], pow2=True)
     h = grouped_gemm(x, up, offsets=offsets, a_scale=x_scale, b_scale=up_scale, out_dtype=rows.dtype)
-    a, a_scale = torch.ops.epmoe.quantize_fp8(h, offsets[-1:], activation, alpha, limit, True)
+    a, a_scale = torch.ops.epmoe.quantize_fp8(h, offsets[-1:], activation, True)
     y = grouped_gemm(a, down8, offsets=offsets, a_scale=a_scale, b_scale=down_scale, out_dtype=rows.dtype,
                      row_weight=None if row_weight is None else row_weight.detach())
     return y, x, x_scale, h
@@ -114,7 +114,7 @@ def _forward(rows: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor, row_w
 
 def _gradients(dy: Tensor, offsets: Tensor, row_weight: Tensor | None, rows: Tensor, row_scale: Tensor,
                h: Tensor, up_t: Tensor, up_t_scale: Tensor, down_t: Tensor, down_t_scale: Tensor,
-               activation: int, alpha: float, limit: float, wgrad_in_16_bits: bool, transposed: bool,
+               activation: Kernel, wgrad_in_16_bits: bool, transposed: bool,
                of_gate_up: bool, of_down: bool, deferred_up: DeferredWgrad | None = None,
                deferred_down: DeferredWgrad | None = None
                ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -123,7 +123,7 @@ def _gradients(dy: Tensor, offsets: Tensor, row_weight: Tensor | None, rows: Ten
     num_rows, dtype = offsets[-1:], h.dtype
     g, g_scale = quantize_fp8(dy, num_rows=num_rows, pow2=True)
     d = grouped_gemm(g, down_t, offsets=offsets, a_scale=g_scale, b_scale=down_t_scale, out_dtype=dtype)
-    found = activation_gradient((activation, alpha, limit), h, d, offsets, row_weight, wgrad_in_16_bits)
+    found = activation_gradient(activation, h, d, offsets, row_weight, wgrad_in_16_bits)
 
     def wgrad(deferred: DeferredWgrad | None, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor],
               a16: Tensor | None, b16: Tensor | None) -> Tensor | None:
@@ -168,14 +168,14 @@ def _(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @torch.library.register_fake("epmoe::experts_fp8", lib=_lib)
 def _(rows: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor, row_weight: Tensor | None, up: Tensor,
       *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, scales = torch.ops.epmoe.quantize_fp8(rows, None, *as_kernel(None), True)
+    q, scales = torch.ops.epmoe.quantize_fp8(rows, None, as_kernel(None), True)
     return rows.new_empty(rows.shape), q, scales, rows.new_empty(rows.shape[0], up.shape[1])
 
 
 @torch.library.register_fake("epmoe::experts_fp8_backward", lib=_lib)
 def _(dy: Tensor, offsets: Tensor, row_weight: Tensor | None, rows: Tensor, row_scale: Tensor, h: Tensor,
-      up_t: Tensor, up_t_scale: Tensor, down_t: Tensor, down_t_scale: Tensor, activation: int, alpha: float,
-      limit: float, wgrad_in_16_bits: bool, transposed: bool, of_gate_up: bool,
+      up_t: Tensor, up_t_scale: Tensor, down_t: Tensor, down_t_scale: Tensor, activation: Kernel,
+      wgrad_in_16_bits: bool, transposed: bool, of_gate_up: bool,
       of_down: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     # A transposed weight has the shape of the weight's gradient, but for the order of the last two.
     d_gate_up, d_down = (dy.new_empty(t.shape if transposed else t.mT.shape) if wanted else dy.new_empty(0)
@@ -210,7 +210,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     else:
         dx, dots, d_gate_up, d_down = torch.ops.epmoe.experts_fp8_backward(*args)
     return (dx if of_rows else None, d_gate_up if of_gate_up else None, d_down if of_down else None, None,
-            dots if of_row_weight else None, *[None] * 13)
+            dots if of_row_weight else None, *[None] * 11)
 
 
 record_gradient(_lib, "experts_fp8", _save, _backward)

@@ -37,7 +37,8 @@ from ..a2a.fused import EpAll2AllFusedOp
 from ..a2a.layout import EPLayout
 from ..a2a.ops import count_products, expert_offsets, row_dots, saved_tensors
 from ..comm.error_propagation import reporting
-from ..gemm.grouped import FP8_BLOCK, Kernel, as_kernel, grouped_gemm
+from ..gemm.activations import Kernel, as_kernel
+from ..gemm.grouped import FP8_BLOCK, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
 from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transpose_fp8
@@ -217,11 +218,11 @@ def activation_gradient(kernel: Kernel, h: Tensor, d: Tensor, offsets: Tensor, r
     if not in_16_bits and d.shape[1] % FP8_BLOCK == 0:
         q_h, q_y = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (h, d))
         scales = [t.new_empty(t.shape[1] // FP8_BLOCK, t.shape[0], dtype=torch.float32) for t in (h, d)]
-        _C.activation(*kernel, h, d, offsets, row_weight, q_h.view(torch.uint8), q_y.view(torch.uint8), dots,
+        _C.activation(kernel, h, d, offsets, row_weight, q_h.view(torch.uint8), q_y.view(torch.uint8), dots,
                       *scales)
         return ActivationGradient(dots, (q_h, scales[0].t()), lambda: (q_y, scales[1].t()))
     d_h = torch.empty_like(h)
-    _C.activation(*kernel, h, d, offsets, row_weight, d_h, d, dots, None, None)
+    _C.activation(kernel, h, d, offsets, row_weight, d_h, d, dots, None, None)
     weighted = d  # the weighted rows of the activation take the place of the product
     return ActivationGradient(dots, quantize_fp8(d_h, num_rows=offsets[-1:], pow2=True),
                               lambda: quantize_fp8(weighted, num_rows=offsets[-1:], pow2=True), d_h, weighted)
@@ -281,7 +282,7 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, weight: Tensor, parameters: Weigh
 
 def _quantized_activation(h: Tensor, offsets: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """Return the activation of gate and up, in FP8, with its scales."""
-    return torch.ops.epmoe.quantize_fp8(h, offsets[-1:], *kernel, True)
+    return torch.ops.epmoe.quantize_fp8(h, offsets[-1:], kernel, True)
 
 
 def _dispatch_and_multiply(layer: EPAll2AllLayer, x: Tensor, x_scale: Tensor, weight: Tensor | None,
@@ -294,7 +295,7 @@ def _dispatch_and_multiply(layer: EPAll2AllLayer, x: Tensor, x_scale: Tensor, we
     """
     if isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_fp8(w):
         out, rows, row_weight, recv, row_scale = layer._dispatch_gemm(
-            x, weight, plan, w, bias, buffer, num_rows, 0, 0.0, 0.0, with_grad, x_scale, w_scale)
+            x, weight, plan, w, bias, buffer, num_rows, as_kernel(None), with_grad, x_scale, w_scale)
         assert rows is not None and row_scale is not None
         count_products(rows, expert_offsets(layer, plan), w)
         return out, rows, row_scale, row_weight, recv

@@ -25,8 +25,8 @@ from .. import _C
 from ..a2a.low_latency import LowLatencyAll2All
 from ..a2a.ops import count_products, expert_offsets, saved_tensors
 from ..comm.error_propagation import reporting
-from ..gemm.activations import Activation, activate, is_gated
-from ..gemm.grouped import FORWARD, WGRAD, Kernel, aligned, as_kernel, grouped_gemm
+from ..gemm.activations import Activation, Kernel, activate, as_kernel, is_gated
+from ..gemm.grouped import FORWARD, WGRAD, aligned, grouped_gemm
 from ..gemm.quantize import quantize_fp8
 from ..torch_modes import call, check_backward, implement, is_transformed, is_watched, requires_grad
 from . import decode as decoding
@@ -184,7 +184,8 @@ class _Experts(torch.autograd.Function):
 
 
 def _product(kind: int, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return cast(Tensor, call("grouped_gemm", (a, b, offsets, None, None, None, None), kind, 0, False, None))
+    tensors = a, b, offsets, None, None, None, None
+    return cast(Tensor, call("grouped_gemm", tensors, kind, as_kernel(None), False, None))
 
 
 # ---- an active adapter, one product after the other ----
@@ -511,7 +512,7 @@ def _gradient_and_activation(h: Tensor, d: Tensor, activation: Activation,
                              offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of h where that of activation(h) is d, and activation(h)."""
     d_h, a, dots = torch.empty_like(h), torch.empty_like(d), h.new_empty(len(h), dtype=torch.float32)
-    _C.activation(*as_kernel(activation), aligned(h), aligned(d), aligned(offsets), None, d_h, a, dots, None,
+    _C.activation(as_kernel(activation), aligned(h), aligned(d), aligned(offsets), None, d_h, a, dots, None,
                   None)
     return d_h, a
 

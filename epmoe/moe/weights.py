@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.error_propagation import check_plain
 from ..gemm.four_bit import Int4
-from ..gemm.grouped import as_kernel
+from ..gemm.activations import as_kernel
 from ..torch_modes import requires_grad
 
 if TYPE_CHECKING:

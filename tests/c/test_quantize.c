@@ -5,7 +5,7 @@
 #include "protocol/activation_math.h"
 
 enum { NUM_ROWS = 3, NUM_COLS = 200, NUM_GROUPS = 2 };
-static const double alpha = 1.25, limit = 3;
+static const float alpha = 1.25f, limit = 3;
 
 static double sigmoid(double t) { return 1 / (1 + exp(-t)); }
 /* The definition of an activation without a gate. */
@@ -28,22 +28,16 @@ static double gated(uint32_t activation, double x, double u) {
 }
 /* Column c of a row after its activation. The row has all gates before the ups, or for GPT_OSS pairs. */
 static double wanted(uint32_t activation, const float *row, uint32_t c) {
-    if (!ep_gemm_is_gated(activation)) return ungated(activation, row[c]);
+    if (!EP_ACT_IS_GATED(activation)) return ungated(activation, row[c]);
     if (activation == EP_ACT_GPT_OSS) return gated(activation, row[2 * c], row[2 * c + 1]);
     return gated(activation, row[c], row[NUM_COLS + c]);
 }
 
-static int quantize(uint32_t activation, double its_alpha, double its_limit, const float *x,
-                    uint32_t num_rows, uint8_t *q, float *scales) {
-    const int64_t width = ep_gemm_is_gated(activation) ? 2 * NUM_COLS : NUM_COLS;
+static int quantize(EpActivation activation, const float *x, uint32_t num_rows, uint8_t *q, float *scales) {
+    const int64_t width = EP_ACT_IS_GATED(activation.kind) ? 2 * NUM_COLS : NUM_COLS;
     const EpTensor of_x = tensor2(x, EP_F32, num_rows, width), of_q = tensor2(q, EP_U8, num_rows, NUM_COLS),
                    of_scales = tensor2(scales, EP_F32, NUM_GROUPS, num_rows);
-    const EpQuantize args = {.activation = activation,
-                             .alpha = its_alpha,
-                             .limit = its_limit,
-                             .x = &of_x,
-                             .q = &of_q,
-                             .scales = &of_scales};
+    const EpQuantize args = {.activation = activation, .x = &of_x, .q = &of_q, .scales = &of_scales};
     return ep_quantize(&args, NULL);
 }
 
@@ -68,9 +62,9 @@ bool test_quantize_activations(void) {
     for (uint32_t i = 0; i < NUM_ROWS * 2 * NUM_COLS; i++)
         x[i] = (float)rng_below(&rng, 10001) / 1000 - 5; /* also beyond the limit */
     for (uint32_t activation = EP_ACT_NONE; activation < EP_NUM_ACTIVATIONS; activation++) {
-        CHECK_CODE(NULL, 0, quantize(activation, alpha, limit, x, NUM_ROWS, q, scales));
+        CHECK_CODE(NULL, 0, quantize((EpActivation){activation, alpha, limit}, x, NUM_ROWS, q, scales));
         for (uint32_t r = 0; r < NUM_ROWS; r++) {
-            const float *row = x + r * NUM_COLS * (ep_gemm_is_gated(activation) ? 2 : 1);
+            const float *row = x + r * NUM_COLS * (EP_ACT_IS_GATED(activation) ? 2 : 1);
             for (uint32_t g = 0; g < NUM_GROUPS; g++)
                 TRY(check_group(activation, row, g * 128, g ? NUM_COLS : 128, q + r * NUM_COLS,
                                 scales[g * NUM_ROWS + r]));
@@ -96,15 +90,15 @@ bool test_quantize_functions(void) {
 
 /* The activations with numbers need a finite alpha and a positive limit. The others ignore both. */
 bool test_quantize_refuses_numbers(void) {
-    const double wrong[][2] = {{NAN, 1}, {INFINITY, 1}, {-INFINITY, 1}, {1, 0}, {1, -1}, {1, NAN}};
+    const float wrong[][2] = {{NAN, 1}, {INFINITY, 1}, {-INFINITY, 1}, {1, 0}, {1, -1}, {1, NAN}};
     for (uint32_t activation = EP_ACT_NONE; activation < EP_NUM_ACTIVATIONS; activation++) {
         const bool has_numbers = activation == EP_ACT_GPT_OSS || activation == EP_ACT_SWIGLU_NUMBERS ||
                                  activation == EP_ACT_SWIGLU_PLUS_ONE;
-        CHECK_CODE(NULL, 0, quantize(activation, -1, INFINITY, NULL, 0, NULL, NULL));
+        CHECK_CODE(NULL, 0, quantize((EpActivation){activation, -1, INFINITY}, NULL, 0, NULL, NULL));
         for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
             CHECK_CODE(NULL, has_numbers ? EP_EINVAL : 0,
-                       quantize(activation, wrong[i][0], wrong[i][1], NULL, 0, NULL, NULL));
+                       quantize((EpActivation){activation, wrong[i][0], wrong[i][1]}, NULL, 0, NULL, NULL));
     }
-    CHECK_CODE(NULL, EP_EINVAL, quantize(EP_NUM_ACTIVATIONS, 1, 1, NULL, 0, NULL, NULL));
+    CHECK_CODE(NULL, EP_EINVAL, quantize((EpActivation){EP_NUM_ACTIVATIONS, 1, 1}, NULL, 0, NULL, NULL));
     return true;
 }

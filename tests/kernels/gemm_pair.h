@@ -51,15 +51,15 @@ template <typename Case> static EpGemmParams parameters(const Case &c, const std
 
 /* The activation of column c of the output, in double. product(n): the sum of row n of the weights. */
 template <typename F> static double activated(const EpGemmParams &p, uint32_t c, F product) {
-    const bool mixed = p.activation == EP_ACT_GPT_OSS;
+    const bool mixed = p.activation.kind == EP_ACT_GPT_OSS;
     double v = product(mixed ? 2 * c : c);
-    double u = ep_gemm_is_gated(p.activation) ? product(mixed ? 2 * c + 1 : c + p.n / 2) : 0;
-    if (p.activation == EP_ACT_GELU) v *= 0.5 * (1 + erf(v / sqrt(2.0)));
-    if (p.activation == EP_ACT_SWIGLU) v = v / (1 + exp(-v)) * u;
+    double u = EP_ACT_IS_GATED(p.activation.kind) ? product(mixed ? 2 * c + 1 : c + p.n / 2) : 0;
+    if (p.activation.kind == EP_ACT_GELU) v *= 0.5 * (1 + erf(v / sqrt(2.0)));
+    if (p.activation.kind == EP_ACT_SWIGLU) v = v / (1 + exp(-v)) * u;
     if (mixed) {
-        v = std::min(v, (double)p.limit);
-        u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
-        v = (u + 1) * v / (1 + exp(-p.alpha * v));
+        v = std::min(v, (double)p.activation.limit);
+        u = std::max(-(double)p.activation.limit, std::min(u, (double)p.activation.limit));
+        v = (u + 1) * v / (1 + exp(-p.activation.alpha * v));
     }
     return v;
 }

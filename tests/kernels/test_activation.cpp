@@ -49,7 +49,7 @@ struct Tensors {
     EpActivationParams p = {};
 
     explicit Tensors(const Case &c) {
-        const uint64_t num = (uint64_t)c.num_rows * c.num_cols, halves = 1 + ep_gemm_is_gated(c.activation);
+        const uint64_t num = (uint64_t)c.num_rows * c.num_cols, halves = 1 + EP_ACT_IS_GATED(c.activation);
         std::normal_distribution<float> normal;
         const auto numbers = [&](uint64_t n) {
             std::vector<uint16_t> v(n);
@@ -73,10 +73,7 @@ struct Tensors {
         weighted8.assign(num, 0x5a);
         d_h_scales.assign(halves * num / EP_QUANTIZE_GROUP, -7);
         weighted_scales.assign(num / EP_QUANTIZE_GROUP, -7);
-        p.activation = c.activation;
-        p.alpha = c.alpha;
-        p.limit = c.limit;
-        ep_act_numbers(p.activation, &p.alpha, &p.limit);
+        p.activation = ep_act_with_numbers({c.activation, c.alpha, c.limit});
         p.num_rows = c.num_rows;
         p.num_experts = (uint32_t)c.offsets.size() - 1;
         p.num_cols = c.num_cols;
@@ -111,7 +108,7 @@ template <int DTYPE, bool QUANTIZES> static void emulate(const EpActivationParam
                 threadIdx.x = i;
                 blockIdx.x = block;
 #define EP_CASE(ACT) \
-    if (EP_ACT_KERNEL(p.activation) == ACT) ep_act_all_rows<ACT, DTYPE, QUANTIZES>(p)
+    if (EP_ACT_KERNEL(p.activation.kind) == ACT) ep_act_all_rows<ACT, DTYPE, QUANTIZES>(p)
                 EP_CASE(EP_ACT_NONE);
                 EP_CASE(EP_ACT_GELU);
                 EP_CASE(EP_ACT_SWIGLU);

@@ -70,14 +70,14 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
 
 static double activated(const EpGemmParams &p, double v, double u) {
     const double gelu_tanh = 0.5 * v * (1 + tanh(sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
-    const double max_v = std::min(v, (double)p.limit);
-    const double max_u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
-    switch (p.activation) {
+    const double max_v = std::min(v, (double)p.activation.limit);
+    const double max_u = std::max(-(double)p.activation.limit, std::min(u, (double)p.activation.limit));
+    switch (p.activation.kind) {
     case EP_ACT_GELU: return v * 0.5 * (1 + erf(v / sqrt(2.0)));
     case EP_ACT_SWIGLU: return v / (1 + exp(-v)) * u;
-    case EP_ACT_SWIGLU_NUMBERS: return max_u * max_v / (1 + exp(-p.alpha * max_v));
+    case EP_ACT_SWIGLU_NUMBERS: return max_u * max_v / (1 + exp(-p.activation.alpha * max_v));
     case EP_ACT_GPT_OSS:
-    case EP_ACT_SWIGLU_PLUS_ONE: return (max_u + 1) * max_v / (1 + exp(-p.alpha * max_v));
+    case EP_ACT_SWIGLU_PLUS_ONE: return (max_u + 1) * max_v / (1 + exp(-p.activation.alpha * max_v));
     case EP_ACT_GEGLU_TANH: return gelu_tanh * u;
     case EP_ACT_RELU2: return v > 0 ? v * v : 0;
     case EP_ACT_GELU_TANH: return gelu_tanh;
@@ -116,7 +116,7 @@ struct Problem {
     }
     /* Return the expected value of row r and column c of expert e. Stores a bound of the error in *bound. */
     double expected(uint32_t e, uint64_t r, uint64_t c, double *bound) const {
-        const bool gated = ep_gemm_is_gated(p.activation), mixed = p.activation == EP_ACT_GPT_OSS;
+        const bool gated = EP_ACT_IS_GATED(p.activation.kind), mixed = p.activation.kind == EP_ACT_GPT_OSS;
         const uint64_t of_v = gated && mixed ? 2 * c : c, of_u = mixed ? of_v + 1 : of_v + p.n / 2;
         double size_v;
         double size_u = 0;
@@ -145,7 +145,7 @@ template <typename C> static void make_problem(const Case &c, uint32_t activatio
     q->p.b = q->b.data();
     q->p.bias = forward && c.bias ? q->bias.data() : NULL;
     q->p.row_weight = forward && c.row_weight ? q->row_weight.data() : NULL;
-    ep_gemm_set_activation(&q->p, activation, 1.3f, 0.6f);
+    ep_gemm_set_activation(&q->p, {activation, 1.3f, 0.6f});
     q->out_cols = ep_gemm_out_cols(&q->p);
     q->out_rows = C::KIND == EP_GEMM_WGRAD ? L * c.n : rows;
     q->out.assign(q->out_rows * q->out_cols, EP_POISON);

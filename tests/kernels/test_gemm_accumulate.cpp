@@ -8,7 +8,7 @@
 struct Case {
     uint32_t n, k, pairs;
     std::vector<int32_t> sizes;
-    float alpha;
+    float scale;
 };
 
 enum { MARGIN = 64 }; /* numbers before and after the output */
@@ -31,7 +31,8 @@ template <typename C> static void make_problem(const Case &c, Problem *q) {
     q->p.a = q->a.data();
     q->p.b = q->b.data();
     q->p.out = q->out.data() + MARGIN;
-    ep_gemm_set_activation(&q->p, EP_ACT_NONE, c.alpha, 0);
+    ep_gemm_set_activation(&q->p, {EP_ACT_NONE, 0, 0});
+    q->p.scale = c.scale;
     q->p.accumulates = true;
 }
 
@@ -48,8 +49,8 @@ template <typename C> static uint64_t num_wrong(const Problem &q) {
             sum += term;
             size += fabs(term);
         }
-        const double want = q.before[i] + q.p.alpha * sum;
-        const double bound = is_out ? 1e-6 * (fabs(want) + 1) + 1e-5 * fabs(q.p.alpha) * size : 0;
+        const double want = q.before[i] + q.p.scale * sum;
+        const double bound = is_out ? 1e-6 * (fabs(want) + 1) + 1e-5 * fabs(q.p.scale) * size : 0;
         if (!(fabs(q.out[i] - want) <= bound) && wrong++ == 0)
             printf("  expert %llu row %llu column %llu: got %g, expected %g\n", (unsigned long long)e,
                    (unsigned long long)r, (unsigned long long)c, q.out[i], want);

@@ -72,7 +72,7 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
     p.bias = c.bias ? x->bias.data() : NULL;
     p.row_weight = c.row_weight ? x->row_weight.data() : NULL;
     p.tile_counter = counter;
-    ep_gemm_set_activation(&p, C::ACT, 1.3f, 0.6f);
+    ep_gemm_set_activation(&p, {C::ACT, 1.3f, 0.6f});
     x->out.assign((uint64_t)rows * ep_gemm_out_cols(&p), EP_POISON);
     p.out = x->out.data();
     const EpGemmScales by_block = {x->a_scale.data(),

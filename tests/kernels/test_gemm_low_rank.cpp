@@ -31,7 +31,7 @@ template <typename C> static void make_problem(const Case &c, uint32_t activatio
     q->saved.assign(rows * c.n, EP_POISON);
     EpGemmParams *p = &q->p.gemm;
     *p = parameters(c, q->offsets, C::KIND, C::F16);
-    ep_gemm_set_activation(p, activation, 1.3f, 2.0f);
+    ep_gemm_set_activation(p, {activation, 1.3f, 2.0f});
     q->out.assign(rows * ep_gemm_out_cols(p), EP_POISON);
     p->a = q->a.data();
     p->b = q->b.data();

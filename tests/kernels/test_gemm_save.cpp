@@ -26,7 +26,7 @@ template <typename C> static void make_problem(const Case &c, uint32_t activatio
     fill_all(q->bias, L * c.n, C::F16);
     q->saved.assign(rows * c.n, EP_POISON);
     q->p = parameters(c, q->offsets, EP_GEMM_FORWARD, C::F16);
-    ep_gemm_set_activation(&q->p, activation, 1.3f, 2.0f);
+    ep_gemm_set_activation(&q->p, {activation, 1.3f, 2.0f});
     q->out.assign(rows * ep_gemm_out_cols(&q->p), EP_POISON);
     q->p.a = q->a.data();
     q->p.b = q->b.data();

@@ -64,7 +64,7 @@ static bool same(const char *what, const Case &c, const void *want, const void *
 }
 
 static bool check(const Case &c) {
-    const uint64_t width = (uint64_t)c.k * (ep_gemm_is_gated(c.activation) ? 2 : 1);
+    const uint64_t width = (uint64_t)c.k * (EP_ACT_IS_GATED(c.activation) ? 2 : 1);
     const std::vector<uint32_t> x = random_rows(c.max_rows * width, c.dtype);
     Output want(c), got(c);
     EpQuantizeParams p = {};
@@ -73,7 +73,7 @@ static bool check(const Case &c) {
     p.max_rows = c.max_rows;
     p.k = c.k;
     p.dtype = c.dtype;
-    ep_quantize_set_activation(&p, c.activation, 1.3f, 2.5f);
+    ep_quantize_set_activation(&p, {c.activation, 1.3f, 2.5f});
     p.q = want.q.data();
     p.scales = want.scales.data();
     ep_cpu_quantize_rows(&p);

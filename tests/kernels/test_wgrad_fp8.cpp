@@ -12,7 +12,7 @@ static int between(int least, int most) { return std::uniform_int_distribution<i
 struct Case {
     uint32_t n, k, pairs;
     std::vector<int32_t> sizes;
-    float alpha;
+    float scale;
 };
 
 enum { MARGIN = 64 }; /* numbers before and after the output */
@@ -67,7 +67,8 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
     for (uint64_t i = 0; i < num + 2 * MARGIN; i++) x->before.push_back((float)between(-50, 50) / 8);
     x->sums = x->before;
     x->out.assign(num + 2 * MARGIN, EP_POISON);
-    ep_gemm_set_activation(&p, EP_ACT_NONE, c.alpha, 0);
+    ep_gemm_set_activation(&p, {EP_ACT_NONE, 0, 0});
+    p.scale = c.scale;
     p.a = x->a.q.data();
     p.b = x->b.q.data();
     p.out = C::ACCUMULATES ? (void *)(x->sums.data() + MARGIN) : (void *)(x->out.data() + MARGIN);
@@ -96,7 +97,7 @@ template <typename C> static uint64_t num_wrong(const Problem &x) {
         const uint64_t first = 128ull * ep_transposed_first_block((uint32_t)x.offsets[e], (uint32_t)e);
         double sum = 0;
         for (uint64_t r = first; r < first + num; r++) sum += x.a.at(e, row, r) * x.b.at(e, col, r);
-        const double want = C::ACCUMULATES ? x.before[i] + (double)g.alpha * sum
+        const double want = C::ACCUMULATES ? x.before[i] + (double)g.scale * sum
                             : is_out       ? ep_widen(ep_round((float)sum, C::F16), C::F16)
                                            : 0;
         const double got = C::ACCUMULATES ? x.sums[i] : ep_widen(x.out[i], C::F16);

@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(32 * ACT_WARPS, ACT_CTAS_PER_SM)
 template <int DTYPE, bool QUANTIZES>
 static int launch(const EpActivationParams *p, uint32_t num_ctas, cudaStream_t stream) {
 #define EP_CASE(ACT)                                                                           \
-    if (EP_ACT_KERNEL(p->activation) == ACT) {                                                 \
+    if (EP_ACT_KERNEL(p->activation.kind) == ACT) {                                            \
         activation_kernel<ACT, DTYPE, QUANTIZES><<<num_ctas, 32 * ACT_WARPS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                        \
     }

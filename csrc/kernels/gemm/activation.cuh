@@ -1,4 +1,4 @@
-/* activation.cuh - the gradient of an activation: a warp's part; see protocol/activation.h.
+/* activation.cuh - the gradient of an activation: a warp's part; see protocol/activation_gradient.h.
  *
  * A warp computes one row at a time, and a lane eight neighbouring columns of 256. The gradient moves six
  * numbers for each column of a gated activation, or four, and is limited by DRAM. QUANTIZES: the results are
@@ -7,7 +7,7 @@
 #ifndef EP_ACTIVATION_CUH
 #define EP_ACTIVATION_CUH
 #include "kernels/quantize/e4m3.cuh"
-#include "protocol/activation.h"
+#include "protocol/activation_gradient.h"
 #include "protocol/activation_math.h"
 
 /* The eight gates and the eight ups of a lane's columns, before and after the gradient. */
@@ -79,9 +79,9 @@ template <int ACT, int DTYPE, bool QUANTIZES> EP_FN void ep_act_row(const EpActi
     static_assert(ACT == EP_ACT_KERNEL(ACT), "the others are read from the parameters");
     typedef EpGates<ACT, DTYPE> Gates;
     const bool is_shared = ACT == EP_ACT_ANY_GATE || ACT == EP_ACT_ANY_UNGATED;
-    const uint32_t act = is_shared ? p.activation : ACT;
-    const float alpha = ACT == EP_ACT_SWIGLU ? 1.0f : p.alpha;
-    const float limit = ACT == EP_ACT_SWIGLU ? INFINITY : p.limit;
+    EpActivation act = p.activation;
+    if (!is_shared) act.kind = ACT;
+    if (ACT == EP_ACT_SWIGLU) act = ep_act_with_numbers(act); /* constants */
     const uint32_t num_cols = p.num_cols;
     const uint64_t at = (uint64_t)row * num_cols, of_h = Gates::GATED ? 2 * at : at;
     const float w = p.row_weight ? p.row_weight[row] : 1.0f;
@@ -97,7 +97,7 @@ template <int ACT, int DTYPE, bool QUANTIZES> EP_FN void ep_act_row(const EpActi
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 const float u = Gates::GATED ? h.v[Gates::at_up(i)] : 0.0f;
-                const EpActivated y = ep_act_gradient(act, alpha, limit, h.v[Gates::at_gate(i)], u);
+                const EpActivated y = ep_act_gradient(&act, h.v[Gates::at_gate(i)], u);
                 const float wd = w * d[i];
                 dot = fmaf(d[i], y.value, dot);
                 h.v[Gates::at_gate(i)] = wd * y.of_gate;

@@ -32,7 +32,7 @@ static int launch_portable(const EpGemmParams *p, uint32_t num_blocks, cudaStrea
         return (int)cudaGetLastError();
     }
 #define EP_CASE(ACT)                                                                           \
-    if (EP_ACT_KERNEL(p->activation) == ACT) {                                                 \
+    if (EP_ACT_KERNEL(p->activation.kind) == ACT) {                                            \
         simple_gemm_kernel<ACT, F16, false><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                        \
     }
@@ -64,7 +64,7 @@ static int launch_own_columns(const EpGemmParams *p, const EpOwnColumns *own, cu
 template <bool F16>
 static int launch_portable_w4(const EpGemmW4Params *p, uint32_t num_blocks, cudaStream_t stream) {
 #define EP_CASE(ACT)                                                                       \
-    if (EP_ACT_KERNEL(p->gemm.activation) == ACT) {                                        \
+    if (EP_ACT_KERNEL(p->gemm.activation.kind) == ACT) {                                   \
         simple_w4_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                    \
     }
@@ -76,7 +76,7 @@ static int launch_portable_w4(const EpGemmW4Params *p, uint32_t num_blocks, cuda
 template <bool F16>
 static int launch_portable_fp8(const EpGemmFp8Params *p, uint32_t num_blocks, cudaStream_t stream) {
 #define EP_CASE(ACT)                                                                        \
-    if (EP_ACT_KERNEL(p->gemm.activation) == ACT) {                                         \
+    if (EP_ACT_KERNEL(p->gemm.activation.kind) == ACT) {                                    \
         simple_fp8_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                     \
     }
@@ -88,7 +88,7 @@ static int launch_portable_fp8(const EpGemmFp8Params *p, uint32_t num_blocks, cu
 template <bool F16>
 static int launch_portable_low_rank(const EpGemmLowRankParams *p, uint32_t num_blocks, cudaStream_t stream) {
 #define EP_CASE(ACT)                                                                             \
-    if (EP_ACT_KERNEL(p->gemm.activation) == ACT) {                                              \
+    if (EP_ACT_KERNEL(p->gemm.activation.kind) == ACT) {                                         \
         simple_low_rank_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
         return (int)cudaGetLastError();                                                          \
     }
@@ -150,7 +150,7 @@ static int launch_narrow(const EpGemmParams *p, const EpOwnColumns *own, const E
  * or the 32 of a tile for small M, must have one scale, and so must their ups. */
 static bool has_whole_blocks(const EpGemmFp8Params *p) {
     const EpGemmParams *g = &p->gemm;
-    return !ep_gemm_is_gated(g->activation) || EP_ACT_IS_MIXED(g->activation) ||
+    return !EP_ACT_IS_GATED(g->activation.kind) || EP_ACT_IS_MIXED(g->activation.kind) ||
            ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (g->is_small_m ? 32 : 64) == 0;
 }
 

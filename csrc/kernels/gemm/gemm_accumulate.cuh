@@ -50,7 +50,7 @@ template <typename C> EP_PTX void ep_gemm_accumulate(const float (&d)[C::BN / 2]
 #pragma unroll
         for (int i = 0; i < C::OUT_GROUPS; i++) {
             const float *sum = d + 4 * i + 2 * half;
-            if (s.col + 8 * i < p->k) ep_red_add_f32x2(out + 8 * i, p->alpha * sum[0], p->alpha * sum[1]);
+            if (s.col + 8 * i < p->k) ep_red_add_f32x2(out + 8 * i, p->scale * sum[0], p->scale * sum[1]);
         }
     }
 }

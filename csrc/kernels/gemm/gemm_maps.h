@@ -35,8 +35,8 @@ static inline EpTensorMap ep_map_a(const EpGemmParams *p, uint32_t tile_cols) {
 static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
     const uint64_t n = p->n;
     const uint64_t k = p->k;
-    const uint64_t of_up = EP_ACT_IS_MIXED(p->activation) ? k : n / 2 * k;
-    const uint64_t next = EP_ACT_IS_MIXED(p->activation) ? 2 * k : k;
+    const uint64_t of_up = EP_ACT_IS_MIXED(p->activation.kind) ? k : n / 2 * k;
+    const uint64_t next = EP_ACT_IS_MIXED(p->activation.kind) ? 2 * k : k;
     EpTensorMap plain = {p->b,       3,
                          p->is_f16,  {k, n, p->num_experts},
                          {k, n * k}, {64, p->kind == EP_GEMM_DGRAD ? 64 : tile_cols / 2, 1}};
@@ -47,7 +47,7 @@ static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
                          {next, of_up, 8 * next, n * k},
                          {64, 8, 2, tile_cols / 32, 1}};
     if (p->kind == EP_GEMM_WGRAD) return ep_map_rows(p, p->b, p->k, 64);
-    return ep_gemm_is_gated(p->activation) ? gated : plain;
+    return EP_ACT_IS_GATED(p->activation.kind) ? gated : plain;
 }
 
 /* The map of an operand of e4m3, from its map as a tensor of 16-bit numbers. */

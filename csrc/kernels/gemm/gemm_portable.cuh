@@ -59,7 +59,7 @@ template <int ACT, bool F16, bool ACCUMULATES> struct EpSimpleGemm {
             const uint64_t row = t->row0 + m;
             if constexpr (ACCUMULATES) {
                 float *out = (float *)p->out + ((uint64_t)t->expert * p->n + row) * out_cols + c;
-                for (int k = 0; k < 2 && t->num_k; k++) out[k] = fmaf(p->alpha, d[k], out[k]);
+                for (int k = 0; k < 2 && t->num_k; k++) out[k] = fmaf(p->scale, d[k], out[k]);
                 continue;
             }
             if (p->bias) ep_gemm_add_bias<ACT, F16>(p, t->expert, c, d);

@@ -68,7 +68,7 @@
  * of a column in tiles of 256, and in tiles of 128 it takes 1.2 to 1.3 (docs/experiments, E-013). The weights
  * here are 1.05 and 1.25. */
 EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
-    const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation == EP_ACT_NONE;
+    const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation.kind == EP_ACT_NONE;
     const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100;
     const uint64_t at_192 = (uint64_t)(cols + 191) / 192 * 192 * 105;
     const uint64_t at_128 = (uint64_t)(cols + 127) / 128 * 128 * 125;
@@ -82,7 +82,7 @@ EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
 EP_PURE uint32_t ep_gemm_narrow_cols(const EpGemmParams *p, const EpOwnColumns *own) {
     const uint32_t cols = ep_gemm_num_cols(p);
     const bool is_few = p->is_small_m;
-    if (p->kind == EP_GEMM_WGRAD || p->activation || p->bias || p->row_weight) return 0;
+    if (p->kind == EP_GEMM_WGRAD || p->activation.kind || p->bias || p->row_weight) return 0;
     if (!own && cols > (is_few ? 128 : 64)) return 0;
     return cols <= 16 ? 16 : cols <= 32 ? 32 : cols <= 64 || (own && is_few) ? 64 : 128;
 }

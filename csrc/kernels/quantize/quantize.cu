@@ -15,7 +15,7 @@ extern "C" int ep_launch_quantize(const EpQuantizeParams *p, void *stream) {
     const uint32_t wanted = ep_ceil_div_u32(ep_quantize_num_tasks(p, p->max_rows), EP_QUANTIZE_WARPS);
     const uint32_t most = p->num_rows ? MAX_WAVES * EP_QUANTIZE_CTAS * c.num_sms : UINT32_MAX;
     const uint32_t num_ctas = wanted < most ? wanted : most;
-    EpQuantizeKernel *const kernel = ep_quantize_kernel(p->dtype, p->activation);
+    EpQuantizeKernel *const kernel = ep_quantize_kernel(p->dtype, p->activation.kind);
     kernel<<<num_ctas, 32 * EP_QUANTIZE_WARPS, 0, (cudaStream_t)stream>>>(*p);
     return (int)cudaGetLastError();
 }

@@ -30,7 +30,7 @@ EP_FN EpQuantizeInput<DTYPE, GATED> ep_quantize_read(const EpQuantizeParams &p, 
     const uint64_t begin = (uint64_t)row * p.k;
     if (!GATED) {
         in.part[0] = ep_read_eight<DTYPE, WHOLE>(p.x, begin + col, num);
-    } else if (EP_ACT_IS_MIXED(p.activation)) { /* gate, up, gate, up */
+    } else if (EP_ACT_IS_MIXED(p.activation.kind)) { /* gate, up, gate, up */
         in.part[0] = ep_read_eight<DTYPE, WHOLE>(p.x, 2 * (begin + col), 2 * num);
         in.part[GATED] = ep_read_eight<DTYPE, WHOLE>(p.x, 2 * (begin + col) + 8, 2 * num - 8);
     } else {
@@ -46,7 +46,7 @@ EP_FN void ep_quantize_unpack(const EpQuantizeParams &p, const EpQuantizeInput<D
     EpEight<DTYPE>::unpack(in.part[0], a);
     if (GATED) EpEight<DTYPE>::unpack(in.part[GATED], a + NUM - 8);
     static_assert(ACT == EP_ACT_KERNEL(ACT), "the others are read from the parameters");
-    const uint32_t activation = ACT == EP_ACT_SWIGLU ? EP_ACT_SWIGLU : p.activation;
+    const uint32_t activation = ACT == EP_ACT_SWIGLU ? EP_ACT_SWIGLU : p.activation.kind;
     const bool mixed = EP_ACT_IS_MIXED(activation);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
