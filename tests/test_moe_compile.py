@@ -163,6 +163,30 @@ def test_moe_compile_reports_errors_to_other_ranks(ranks):
     assert all(right and seen == ["PeerError"] * 6 for seen, right in others)
 
 
+def wrong_rows_on_one_rank(world, device):
+    """Training calls of a compiled module, first with fewer rows in one argument on the last rank."""
+    seen = []
+    for wrong in range(3):
+        torch._dynamo.reset()
+        moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device)
+        keep(world, moe)
+        fast = torch.compile(moe, fullgraph=True, backend="aot_eager")
+        right = routed(world, device, 6)
+        is_last = world.rank == world.size - 1
+        arguments = [t[:4] if is_last and i == wrong else t for i, t in enumerate(right)]
+        seen.append(outcome(lambda: fast(*arguments).sum().backward(), moe.layer).kind)
+        seen.append(torch.equal(fast(*right), moe(*right)))
+        moe.finalize()
+    return seen
+
+
+@pytest.mark.cpu_only
+def test_moe_compile_reports_wrong_numbers_of_rows_to_other_ranks(ranks):
+    *others, of_last = ranks.isolated(wrong_rows_on_one_rank, world_size=2, timeout_s=HANG_S)
+    assert of_last == ["ValueError", True] * 3
+    assert all(of_other == ["PeerError", True] * 3 for of_other in others)
+
+
 def with_no_tokens(world, device):
     """A compiled residual block in which the last rank has no tokens.
 

@@ -307,6 +307,7 @@ def mistakes(world, device):
     backward(moe, world, device, model, 0)
     texts["step"] = error_of(optimizer.step)
     texts["clip"] = error_of(lambda: torch.nn.utils.clip_grad_norm_(moe.parameters(), 1.0))
+    texts["unscale"] = error_of(lambda: torch.amp.GradScaler(device.type).unscale_(optimizer))
     moe.backward_dw()
     torch.nn.utils.clip_grad_norm_(moe.parameters(), 1.0)
     optimizer.step()
@@ -326,6 +327,7 @@ def test_moe_backward_dw_mistakes(ranks):
         assert "no backward pass of this module waits for it" in texts["twice"]
         assert "call it once for each backward pass before the step" in texts["step"]
         assert "clip_grad_norm_ scales gradients, but gradients of its parameters wait" in texts["clip"]
+        assert "GradScaler.unscale_ scales gradients, but gradients of its parameters" in texts["unscale"]
         assert "call backward(), then backward_dw()" in texts["grad"]
         assert "create it with delay_wgrad_compute=True" in texts["plain"]
 

@@ -54,6 +54,8 @@ def main(rank, size):
         with torch.no_grad():
             x, idx, weight, _ = inputs(CASES["unequal"], rank, size)
             facts[form] = torch.equal(moe(x, idx, weight), results[form, "unequal"]["y"])
+        if form == "choices":
+            facts |= with_compiled_choices(moe, results, rank)
         if form == "fused":
             facts |= with_compiler(moe, results, rank, size)
             shared = epmoe.EPMoE(HIDDEN, INNER, EXPERTS, TOPK, layer=moe.layer, dtype=torch.float32)
@@ -72,6 +74,7 @@ def main(rank, size):
 def with_compiler(moe, results, rank, size):
     """Whether one graph has the bits of Python for all cases, and a wrong index is an error on all ranks."""
     facts, compiled = {}, torch.compile(moe, backend="aot_eager", fullgraph=True, dynamic=True)
+    facts["no breaks"] = breaks(moe) == []
     for name, case in CASES.items():
         got = step(moe, case, compiled)
         facts["compiled", name] = all(torch.equal(t, results["fused", name][n]) for n, t in got.items())
@@ -79,6 +82,28 @@ def with_compiler(moe, results, rank, size):
     wrong = outcome(lambda: compiled(x, torch.full_like(idx, 99), weight))  # only the last rank has tokens
     facts["wrong index"] = wrong.kind == "EpIndexError" and "rank 3: expert index 99 of token 0" in wrong.text
     return facts
+
+
+def breaks(moe):
+    """Return where a compiler that may break the graph does so."""
+    found = torch._dynamo.utils.counters["graph_break"]
+    found.clear()
+    for name in ("unequal", "empty node"):
+        step(moe, CASES[name], torch.compile(moe, backend="aot_eager", dynamic=True))
+    return list(found)
+
+
+def with_compiled_choices(moe, results, rank):
+    """Whether one graph has the bits of Python also where each choice is a token of its own."""
+    torch._dynamo.reset()
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True, dynamic=True)
+    got = step(moe, CASES["unequal"], compiled)
+    right = all(torch.equal(t, results["choices", "unequal"][n]) for n, t in got.items())
+    num = 10 if rank == 1 else 9  # one more than max_tokens
+    x, idx, weight = torch.ones(num, HIDDEN), torch.zeros(num, TOPK, dtype=torch.int64), torch.ones(num, TOPK)
+    wrong = outcome(lambda: compiled(x, idx, weight)).kind
+    wanted = "ValueError" if rank == 1 else "PeerError"
+    return {"compiled choices": right, "too many choices": wrong == wanted}
 
 
 class Model(nn.Module):

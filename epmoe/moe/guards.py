@@ -64,6 +64,8 @@ def check_ddp(moe: EPMoE, ddp: DistributedDataParallel) -> None:
     if is_managed and moe._fuses_gradients:
         raise RuntimeError("DistributedDataParallel averages the gradients of this EPMoE, but not main_grad, "
                            "where fuse_wgrad_accumulation puts them: leave fuse_wgrad_accumulation out")
+    if torch.is_grad_enabled():
+        _check_trained(ddp)
     if not is_spread(world) or len(_ranks(world.group) & _ranks(ddp.process_group)) < 2:
         return
     if is_managed:
@@ -78,6 +80,21 @@ def check_ddp(moe: EPMoE, ddp: DistributedDataParallel) -> None:
                                f"so that DistributedDataParallel takes it for the same on all ranks, and has "
                                f"overwritten it: make the model again, and call moe.adopt(module), with "
                                f"the module that has it, before epmoe.prepare_ddp(model)")
+
+
+def _check_trained(ddp: DistributedDataParallel) -> None:
+    """Raise RuntimeError for parameters whose gradients DistributedDataParallel does not average.
+
+    It averages those that required gradients when it was made.
+    """
+    ignored = set(ddp.parameters_to_ignore)
+    trained = {id(p): name for name, p in ddp.module.named_parameters()
+               if p.requires_grad and name not in ignored}
+    known = ddp.__dict__.setdefault("_epmoe_trained", trained)
+    if new := [name for i, name in trained.items() if i not in known]:
+        raise RuntimeError(f"{new[0]} did not require a gradient when DistributedDataParallel was made, so "
+                           f"it does not average that of the ranks: make a new DistributedDataParallel "
+                           f"after set_lora, set_adapter or requires_grad_")
 
 
 def _leaves(moe: EPMoE) -> list[Tensor]:
@@ -109,7 +126,7 @@ def check_sharded(moe: EPMoE, name: str, value: DTensor) -> None:
                          f"delay_wgrad_compute and fuse_wgrad_accumulation out")
     if not moe._format.is_saved_as_held:
         raise ValueError(f"{name} would be sharded by FSDP, but weights in {moe._format.title} cannot be: "
-                         f"pass the experts in ignored_params of fully_shard")
+                         f"pass the experts as ignored_params= to prepare_fsdp and to fully_shard")
     mesh = value.device_mesh
     if moe.expert_map is not None and mesh.size() > 1:
         raise ValueError(f"{name} would be sharded over {mesh.size()} ranks, which needs as many experts on "
@@ -181,6 +198,7 @@ def _without_experts(init: Callable[..., Any]) -> Callable[..., Any]:
         init(self, param, module_info, *args, **kwargs)
         if moe is not None:
             check_sharded(moe, module_info.param_name, self.sharded_param)
+            shards.note_fsdp(moe, self)
 
     return wrapper
 
@@ -260,6 +278,8 @@ def _of_all_ranks(find_infinities: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(find_infinities)
     def wrapper(self: Any, optimizer: torch.optim.Optimizer) -> Any:
+        check_no_delay((p for group in optimizer.param_groups for p in group["params"]),
+                       "GradScaler.unscale_ scales gradients", "unscale_")
         found = find_infinities(self, optimizer)
         if self.is_enabled():
             own = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()

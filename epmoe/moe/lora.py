@@ -31,7 +31,7 @@ from ..comm import validation
 from ..comm.device import integer
 from ..torch_modes import writing
 from .lora_products import CopiedFactors
-from .shards import is_dtensor, tensors, to_first
+from .shards import fsdp_shards, is_dtensor, joined, tensors, to_first
 from .weights import WEIGHTS
 
 if TYPE_CHECKING:
@@ -273,19 +273,27 @@ def _activate(moe: EPMoE, name: str | None, mixed: tuple[str, ...] = ()) -> None
     if state is None:
         return
     base = {n: p for n, p in moe.named_parameters() if not n.startswith("adapters.")}
+    shards = fsdp_shards(moe)  # of which FSDP2 takes requires_grad
+
+    def require(p: nn.Parameter, grad: bool) -> None:
+        for t in (p, shards.get(id(p))):
+            if t is not None:
+                t.requires_grad_(grad)
+
     freezes = name is not None or bool(mixed)
     if freezes and not state.trained:
         state.trained = {n: p.requires_grad for n, p in base.items()}
     for n, p in base.items():
         if freezes:
-            p.requires_grad_(False)
+            require(p, False)
         elif state.trained.get(n):
-            p.requires_grad_(True)
+            require(p, True)
     if not freezes:
         state.trained = {}
     state.active, state.mixed, state.copied = name, mixed, None
     for other, adapter in adapters_of(moe).items():
-        adapter.requires_grad_(other == name)
+        for p in adapter.parameters():
+            require(p, other == name)
 
 
 def _put_back(moe: EPMoE, before: Mapping[str, Tensor]) -> None:
@@ -762,7 +770,7 @@ def _of_all_experts(moe: EPMoE, p: Tensor) -> Tensor | None:
     parts = to_first(moe.layer.world, p)
     if not parts:
         return None
-    whole = torch.cat(parts)
+    whole = joined(torch.cat, parts)
     if moe.expert_map is not None:
         whole = whole[moe.expert_map.logical_to_physical_map[:, 0].cpu()]
     return whole

@@ -475,7 +475,7 @@ class EPMoE(nn.Module):
     def _make(self, layer: EPAll2AllLayer, wide: int, inner: int, bias: bool) -> None:
         """Make what a module has beside its layer.  wide: the rows of gate_up_proj of an expert."""
         self.layer = layer
-        layer.is_of_module = True
+        getattr(layer, "team_layer", layer).is_of_module = True  # over nodes, of which the operators are
         self.expert_map = None
         self._balancer = None if self.balance is None else balancing.Balancer(
             self.balance, layer, self._fuses_gradients)
@@ -528,24 +528,36 @@ class EPMoE(nn.Module):
         if self._computed:
             raise RuntimeError(f"reset_parameters: {', '.join(self._computed)} of this EPMoE: computed by a "
                                f"parametrization or pruning: call it before, or fill the parameters below it")
+        shards_of = shards.fsdp_shards(self)
+        if shards_of and not self._format.has_gradients:
+            raise RuntimeError(f"reset_parameters: FSDP has sharded weights in {self._format.title}: call it "
+                               f"before fully_shard")
         generator = torch.Generator(self.layer.device)
         up_bound, down_bound = (1 / math.sqrt(self._shapes[name][2]) for name in WEIGHTS)
         bounds = {"gate_up_proj": up_bound, "down_proj": down_bound, "gate_up_proj_bias": up_bound,
                   "down_proj_bias": down_bound}
+        # FSDP2 has shards of the parameters. Each rank fills all that it would have without FSDP.
+        device = self.layer.device
+        whole = {name: torch.empty(p.shape, dtype=p.dtype, device=device) if id(p) in shards_of else p
+                 for name, p in self.named_parameters(recurse=False)}
         for i, e in enumerate(self._held):
             if e < 0:
-                for p in self.parameters(recurse=False):
-                    p[i].zero_()
+                for t in whole.values():
+                    t[i].zero_()
                 continue
             generator.manual_seed(seed + e)
             for name, bound in bounds.items():
-                p = getattr(self, name)
+                filled = whole.get(name)
                 if name in WEIGHTS and not self._format.has_gradients:
-                    numbers = torch.empty(self._shapes[name][1:], dtype=self.layer.dtype, device=p.device)
+                    numbers = torch.empty(self._shapes[name][1:], dtype=self.layer.dtype, device=device)
                     numbers.uniform_(-bound, bound, generator=generator)
                     self._format.put(self, name, i, numbers)
-                elif p is not None:
-                    p[i].uniform_(-bound, bound, generator=generator)
+                elif filled is not None:
+                    filled[i].uniform_(-bound, bound, generator=generator)
+        for name, p in self.named_parameters(recurse=False):
+            if (shard := shards_of.get(id(p))) is not None:
+                for t in {id(t): t for t in (p, shard)}.values():
+                    t.copy_(shards.like(whole[name], t))
 
     @classmethod
     def from_experts(cls, experts: nn.Module,
@@ -731,8 +743,11 @@ class EPMoE(nn.Module):
                 topk_idx = self.expert_map.physical(topk_idx, layer.rank)
             if path is not None:
                 self.last_layout = None
-            elif torch.compiler.is_compiling() and tokens.shape[1] != layer.hidden:
-                tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced
+            elif torch.compiler.is_compiling() and (
+                    tokens.shape[1] != layer.hidden
+                    or not tokens.shape[0] == topk_idx.shape[0] == topk_weights.shape[0]):
+                # The operator refuses them when it runs, on all ranks. Their backward cannot be traced.
+                tokens, topk_weights = tokens.detach(), topk_weights.detach()
             elif ((not at_once or watched) and torch.is_grad_enabled()
                     and (not self.computes_fp8 or layer.nodes is not None)):
                 tokens, topk_weights = join_backward(tokens, topk_weights, *weights, *self._adapter_leaves())

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import checkpoint, shards
 from .module import EPMoE
-from .shards import is_dtensor, is_spread, to_first
+from .shards import is_dtensor, is_spread, joined, to_first
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -160,8 +160,9 @@ def prepare_fsdp(model: _Model, mesh: DeviceMesh | None = None,
 
     Raises:
         ValueError: If the groups of experts do not divide all ranks into groups of equal size, `mesh` has
-            ranks with different experts, or an EPMoE has adopted a module that does not contain it.  For an
-            adapter of peft as prepare_ddp.
+            ranks with different experts, or an EPMoE has adopted a module that does not contain it, and for
+            experts in ignored_params of which several ranks would train copies.  For an adapter of peft as
+            prepare_ddp.
 
     Examples:
         >>> import epmoe
@@ -187,6 +188,12 @@ def prepare_fsdp(model: _Model, mesh: DeviceMesh | None = None,
             continue
         _check_unwrapped(model)
         own_mesh = meshes[id(world)] if mesh is None else mesh
+        ignored = {id(p) for p in options.get("ignored_params") or ()}
+        if own_mesh is not None and own_mesh.size() > 1 and any(
+                id(p) in ignored and p.requires_grad for p in moe.parameters()):
+            raise ValueError(f"ignored_params has parameters of an EPMoE that require gradients, and "
+                             f"{own_mesh.size()} ranks have copies of them, whose gradients nobody would "
+                             f"average: use one group of experts for all ranks, or DistributedDataParallel")
         around = [m for m in moe._adopted if any(part is moe for part in m.modules())]
         outer = max(around, key=lambda m: sum(1 for _ in m.modules()), default=moe)
         within = {id(p) for p in outer.parameters()}
@@ -269,6 +276,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
         <All keys matched successfully>
         >>> moe.finalize()
     """
+    state = model.state_dict(keep_vars=True)  # first: it puts FSDP2's shards in the place of whole parameters
     experts = _experts(model)
     whole: dict[str, Any] = {}
     by_id = {id(p): moe for moe, p in experts.values()}
@@ -279,15 +287,15 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     for moe in by_id.values():
         checkpoint.check_writable(moe)
     is_first = all(moe.layer.rank == 0 for moe in by_id.values())
-    for name, t in model.state_dict(keep_vars=True).items():
+    for name, t in state.items():
         owner = by_id.get(id(t))
         t = t.full_tensor() if hasattr(t, "full_tensor") else t
         if owner is not None:
             parts = to_first(owner.layer.world, t)
             if is_first and not shards.is_by_expert(owner, t):
-                whole[name] = torch.stack(parts) if len(parts) > 1 else parts[0]
+                whole[name] = joined(torch.stack, parts) if len(parts) > 1 else parts[0]
             elif is_first:
-                whole[name] = torch.cat(parts)
+                whole[name] = joined(torch.cat, parts)
                 if owner.expert_map is not None:
                     whole[name] = whole[name][owner.expert_map.logical_to_physical_map[:, 0].cpu()]
         elif is_first:

@@ -47,6 +47,7 @@ _modules: weakref.WeakSet[EPMoE] = weakref.WeakSet()
 _meshes: weakref.WeakKeyDictionary[World | Nodes, dict[tuple[str, DeviceMesh | None], DeviceMesh]] = (
     weakref.WeakKeyDictionary())
 _lock = threading.Lock()  # ranks may be threads
+_fsdp_params: weakref.WeakKeyDictionary[EPMoE, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 _has_hook = False
 
 
@@ -75,10 +76,31 @@ def is_registered(moe: EPMoE) -> bool:
 
 
 def owners(of: Callable[[Tensor], Tensor | None] = lambda p: p) -> dict[int, EPMoE]:
-    """Return {id(of(p)): its EPMoE} of the parameters of all modules that are registered."""
+    """Return {id(of(p)): its EPMoE} of the parameters of all modules that are registered.
+
+    Also of FSDP2's shards, which optimizers have, while the modules have whole parameters in their place.
+    """
     with _lock:
         modules = list(_modules)
-    return {id(of(p)): moe for moe in modules for p in tensors(moe)}
+    return {id(of(p)): moe for moe in modules for p in (*tensors(moe), *fsdp_shards(moe).values())}
+
+
+def note_fsdp(moe: EPMoE, fsdp_param: Any) -> None:
+    """Remember what FSDP2 has for a parameter of an EPMoE: an FSDPParam."""
+    with _lock:
+        _fsdp_params.setdefault(moe, []).append(weakref.ref(fsdp_param))
+
+
+def fsdp_shards(moe: EPMoE) -> dict[int, nn.Parameter]:
+    """Return {id of a parameter that a module has now: FSDP2's shard of it}.
+
+    They differ from the parameters while FSDP2 has gathered these: it writes numbers and requires_grad of the
+    shards to them each time.
+    """
+    with _lock:
+        found = [ref() for ref in _fsdp_params.get(moe, ())]
+    held = [(fp._module_info, fp.sharded_param) for fp in found if fp is not None]  # private
+    return {id(info.module._parameters.get(info.param_name)): shard for info, shard in held}
 
 
 # ---- the tensors of experts ----
@@ -165,6 +187,12 @@ def to_first(world: World | Nodes, t: Tensor) -> list[Tensor]:
         dist.recv(piece, dist.get_global_rank(world.group, rank), world.group)
         parts.append(piece.to("cpu", copy=True))
     return [p.view(t.dtype).view(t.shape) for p in parts]
+
+
+def joined(of: Callable[[list[Tensor]], Tensor], parts: list[Tensor]) -> Tensor:
+    """Return torch.cat or torch.stack of parts, also where autocast has another dtype than they have."""
+    with torch.autocast(parts[0].device.type, enabled=False):
+        return of(parts)
 
 
 def learn_mesh(moe: EPMoE, mesh: DeviceMesh) -> None:
@@ -281,7 +309,7 @@ def own_part(moe: EPMoE, t: Tensor, p: Tensor) -> Tensor:
         if is_whole or t.shape[0] == end - first:
             t = _placed(moe, t, 0 if is_whole else first)
         shape = None
-    return _like(t, p, shape)
+    return like(t, p, shape)
 
 
 def _shape_of_ranks(moe: EPMoE, p: Tensor) -> torch.Size:
@@ -297,11 +325,11 @@ def _own_row(moe: EPMoE, t: Tensor, p: Tensor) -> Tensor:
             return t
         t = t.full_tensor()  # as in own_part
     if is_dtensor(t):
-        return _like(t.to_local()[0], p, p.shape) if not is_row else t
-    return _like(t if is_row else t[moe.layer.rank].clone(), p, None)
+        return like(t.to_local()[0], p, p.shape) if not is_row else t
+    return like(t if is_row else t[moe.layer.rank].clone(), p, None)
 
 
-def _like(t: Tensor, p: Tensor, shape: Sequence[int] | None) -> Tensor:
+def like(t: Tensor, p: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return t as p is: plain, or sharded.  shape: of the whole, if t is a shard, else None."""
     if not is_dtensor(p):
         return t
