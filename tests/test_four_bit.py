@@ -378,6 +378,22 @@ def test_four_bit_quantize_int4_errors_of_its_own():
     with pytest.raises(ValueError, match="12 rows.*multiple of 8"):
         epmoe.quantize_int4(torch.ones(12, 64), 64, zero_points=True)
     assert epmoe.quantize_int4(torch.ones(2, 32, requires_grad=True).detach())
+    for zero_points in (False, True):  # a scale of float16 is at most 65504
+        large = torch.tensor(1.5e6).where(torch.arange(64) == 3, 1).expand(64, 64)
+        with pytest.raises(ValueError, match="too large for scales of torch.float16"):
+            four_bit.quantize(Int4(64, zero_points), large, torch.float16)
+        four_bit.quantize(Int4(64, zero_points), large, torch.bfloat16)
+
+
+@pytest.mark.parametrize("of_autocast, dtype", [(torch.bfloat16, torch.float16),
+                                                (torch.float16, torch.bfloat16)])
+def test_four_bit_quantizes_also_under_autocast_of_another_dtype(of_autocast, dtype):
+    weight = torch.randn(2, 8, 64, generator=generator(8, 64)).to(dtype)
+    want = epmoe.quantize_int4(weight, 64, zero_points=True)
+    with torch.autocast("cpu", of_autocast):
+        assert all(same(a, b) for a, b in zip(epmoe.quantize_int4(weight, 64, zero_points=True), want))
+        moe = epmoe.EPMoE(64, 64, 2, 1, dtype=dtype, device="cpu", weight_dtype=Int4(64))
+    moe.finalize()
 
 
 # ---- checkpoints ----
@@ -475,7 +491,10 @@ def test_four_bit_zero_points_of_8_are_those_of_a_format_without():
     assert also.zeros is None and same(also.numbers, plain.numbers)
     with_zeros = four_bit.read_compressed_tensors(Int4(64, True), words_of(codes), scales, None, scales.dtype)
     assert with_zeros.zeros.unique().tolist() == [8]
-    eights[0, 0] += 1
+    unused = scales.clone()
+    unused[:8, 0] = 0  # as in a place without an expert, where all is 0
+    eights[0, 0] = 0
+    four_bit.read_compressed_tensors(Int4(64), words_of(codes), unused, eights, torch.float16)
     with pytest.raises(ValueError, match=r"a zero point is not 8: use weight_dtype=epmoe.Int4\(64, zero_p"):
         four_bit.read_compressed_tensors(Int4(64), words_of(codes), scales, eights, torch.float16)
 

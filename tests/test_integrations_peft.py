@@ -367,6 +367,16 @@ def _errors(rank, world_size, folder):
     note("no adapter", lambda: set_lora(model, "absent"))
     note("not saved", lambda: save_lora(model, folder, "absent"))
     note("no file", lambda: load_lora(model, f"{folder}/absent"))
+    note("list", lambda: set_lora(model, ["a"]))
+    saved = add_lora(spread("qwen3_moe"), config_for("qwen3_moe"))
+    save_lora(saved, f"{folder}/first")
+    if rank == 0:
+        tensors = read(f"{folder}/first")
+        tensors.pop(next(key for key in tensors if "q_proj.lora_A" in key))
+        save_file(tensors, f"{folder}/first/adapter_model.safetensors")
+    dist.barrier()
+    note("first", lambda: load_lora(model, f"{folder}/first"))
+    assert not hasattr(model, "peft_config")
 
     add_lora(model, config_for("qwen3_moe"))
     before = state_of(model)
@@ -406,9 +416,38 @@ def _errors(rank, world_size, folder):
     found["spread"] = outcome(lambda: integration.spread_experts(whole, max_tokens=8, device="cpu"))
     found["not spread"] = outcome(lambda: add_lora(make("qwen3_moe"), config_for("qwen3_moe")))
     assert isinstance(other, PeftModel)
-    for m in (model, other):
+    for m in (model, saved, other):
         end(m)
     return found
+
+
+def _switched(rank, world_size):
+    """Rank main: DistributedDataParallel does not average an adapter that did not train when it was made."""
+    frameworks.add_to_path()
+    from epmoe.integrations.peft import add_lora, set_lora
+
+    model, ids = spread("qwen3_moe"), tokens(2, 5, seed=rank)
+    for name in "ab":
+        add_lora(model, config_for("qwen3_moe"), name)
+    set_lora(model, "a")
+    found = []
+    for name in "ab":
+        ddp = DistributedDataParallel(epmoe.prepare_ddp(model))
+        step(ddp, ids)
+        set_lora(model, "b" if name == "a" else "a")
+        with torch.no_grad():
+            ddp(input_ids=ids)
+        found.append(outcome(lambda: step(ddp, ids)))
+        set_lora(model, "b")
+        del ddp
+    end(model)
+    return found
+
+
+def test_integrations_peft_wants_a_new_ddp_for_another_adapter():
+    for found in process_ranks(_switched, 2):
+        for kind, text in found:
+            assert kind == "RuntimeError" and "make a new DistributedDataParallel after set_lora" in text
 
 
 def _examples(rank, world_size):
@@ -440,6 +479,8 @@ def test_integrations_peft_errors(tmp_path):
             "no module": ("ValueError", "Target modules .*nowhere.* not found"),
             "not saved": ("ValueError", "no adapter 'absent'"),
             "no file": ("FileNotFoundError", "has no adapter_config.json"),
+            "list": ("TypeError", "a list of adapters is for EPMoE.set_adapter"),
+            "first": ("ValueError", "does not fit the model: missing .*q_proj"),
             "taken": ("ValueError", "has an adapter 'default' already"),
             "set while merged": ("RuntimeError", "set_lora: .* hold the adapter 'default' now"),
             "added while merged": ("RuntimeError", "add_lora: .* hold the adapter 'default' now"),

@@ -350,6 +350,33 @@ def test_integrations_layers_examples_run():
     assert attempted > 10 and not failed
 
 
+def _without_memory(rank, world_size):
+    """Rank 1 has no memory for what a dispatch of the adapters returns: all learn of it, and go on."""
+    torch.manual_seed(rank)
+    x, idx, weight = torch.randn(6, 16), torch.randint(8, (6, 2)), torch.rand(6, 2)
+    empty, found = epmoe.EPAll2AllLayer._empty, []
+
+    def fail(self, *sizes, **options):
+        if len(sizes) > 1:
+            raise torch.OutOfMemoryError("simulated")
+        return empty(self, *sizes, **options)
+
+    for fails in (False, True, False):
+        epmoe.EPAll2AllLayer._empty = fail if fails and rank == 1 else empty
+        try:
+            layers.dispatch(dist.group.WORLD, x, idx, weight, 8)
+            found.append("")
+        except Exception as error:
+            found.append(type(error).__name__)
+    epmoe.EPAll2AllLayer._empty = empty
+    epmoe.World.of(dist.group.WORLD).close()
+    return found
+
+
+def test_integrations_layers_dispatch_without_memory_on_one_rank():
+    assert process_ranks(_without_memory, 2) == [["", "PeerError", ""], ["", "OutOfMemoryError", ""]]
+
+
 def _refusals(rank, world_size):
     frameworks.add_to_path()
     from torchtitan.components.quantization import float8, mx

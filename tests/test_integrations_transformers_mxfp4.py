@@ -202,3 +202,18 @@ def test_transformers_modules_of_one_shape_have_the_same_options():
         with torch.no_grad():
             assert model.eval()(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
         modules[0].finalize()
+    model = spread_experts(gpt_oss().float(), max_tokens=32, weight_dtype="mxfp4", dtype=torch.bfloat16)
+    assert all(layer.mlp.experts.layer.dtype == torch.bfloat16 for layer in model.model.layers)
+    model.model.layers[0].mlp.experts.finalize()
+
+
+def test_transformers_mxfp4_experts_have_the_dtype_of_their_model():
+    model = gpt_oss().half()
+    for layer in model.model.layers:
+        layer.mlp.experts = mxfp4_experts(layer.mlp.experts, "blocks")
+    spread_experts(model, max_tokens=32)
+    modules = [layer.mlp.experts for layer in model.model.layers]
+    assert all(moe.layer.dtype == torch.float16 for moe in modules)
+    with torch.no_grad():
+        assert model.eval()(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+    modules[0].finalize()

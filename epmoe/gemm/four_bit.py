@@ -337,6 +337,8 @@ def _int4_of(weight: Tensor, format: Int4, dtype: torch.dtype,
     # inverse on a GPU.
     half = most / 2 - least / 2 if format.zero_points else torch.maximum(most, -least)
     scales = (half / torch.full_like(half, 7.5)).clamp(min=2**-23).to(dtype)
+    if not scales.is_meta and not scales.isfinite().all():
+        raise ValueError(f"{name}: a weight is NaN or too large for scales of {dtype}")
     wide = scales.float()
     zeros = (-least / wide).round().clamp(max=15) if format.zero_points else torch.full_like(wide, 8)
     codes = ((groups / wide[..., None]).round() + zeros[..., None]).clamp(0, 15)
@@ -350,8 +352,10 @@ def _by_matrix(of: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> li
     """
     leading, size = weight.shape[:-2], weight.shape[-2:]
     matrices = weight.reshape(leading.numel(), *size)
-    parts = [of(m) for m in (matrices if len(matrices) else weight.new_zeros(1, *size))]
-    return [torch.stack(t)[:len(matrices)].unflatten(0, leading) if leading else t[0] for t in zip(*parts)]
+    with torch.autocast(weight.device.type, enabled=False):  # which takes no mixture of dtypes
+        parts = [of(m) for m in (matrices if len(matrices) else weight.new_zeros(1, *size))]
+        return [torch.stack(t)[:len(matrices)].unflatten(0, leading) if leading else t[0]
+                for t in zip(*parts)]
 
 
 def quantize_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -522,11 +526,11 @@ def _as_scales(name: str, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return scales
 
 
-def _as_zeros(name: str, format: Int4, zeros: Tensor) -> Tensor | None:
-    """Return zero points, or None where the format has none, because all are 8."""
+def _as_zeros(name: str, format: Int4, zeros: Tensor, scale: Tensor) -> Tensor | None:
+    """Return zero points, or None where the format has none, because all are 8, except where a scale is 0."""
     if format.zero_points:
         return zeros
-    if not zeros.is_meta and not (zeros == 8).all():
+    if not zeros.is_meta and not ((zeros == 8) | (scale == 0)).all():
         raise ValueError(f"{name}: a zero point is not 8: use weight_dtype=epmoe.Int4({format.group_size}, "
                          f"zero_points=True)")
     return None
@@ -591,7 +595,7 @@ def read_compressed_tensors(format: Int4, packed: Tensor, scale: Tensor, zero_po
     else:
         _check(f"{name}: zero points", zero_point, (torch.int32,), (*leading, -(-n // 8), groups))
         zeros = _codes_of_words(zero_point.mT)[..., :n].mT
-    return _packed(format, packed, _codes_of_words, scale, _as_zeros(name, format, zeros), name)
+    return _packed(format, packed, _codes_of_words, scale, _as_zeros(name, format, zeros, scale), name)
 
 
 def write_compressed_tensors(numbers: Tensor, scales: Tensor,
@@ -635,10 +639,10 @@ def read_gptq(format: Int4, qweight: Tensor, qzeros: Tensor, scales: Tensor, g_i
             raise ValueError(f"{name}.qzeros: a stored zero point is 15, which is 16 or 0, depending on who "
                              f"reads it")
         stored = stored + 1
-    elif not stored.is_meta and (stored == 7).all():
+    elif not stored.is_meta and ((stored == 7) | (scales == 0)).all():
         stored = stored + 1
     return _packed(format, qweight.mT, _codes_of_words, scales.mT,
-                   _as_zeros(f"{name}.qzeros", format, stored.mT), name)
+                   _as_zeros(f"{name}.qzeros", format, stored.mT, scales.mT), name)
 
 
 def check_order(format: Int4, name: str, g_idx: Tensor, k: int) -> None:
@@ -672,7 +676,7 @@ def read_awq(format: Int4, qweight: Tensor, qzeros: Tensor, scales: Tensor, dtyp
     *leading, k, words = qweight.shape
     scales, zeros = _columns_of(format, leading, 8 * words, k, qzeros, scales, dtype, name)
     return _packed(format, qweight, lambda words: _in_order(_codes_of_words(words)).mT, scales.mT,
-                   _as_zeros(f"{name}.qzeros", format, _in_order(zeros).mT), name)
+                   _as_zeros(f"{name}.qzeros", format, _in_order(zeros).mT, scales.mT), name)
 
 
 def _columns_of(format: Int4, leading: list[int], n: int, k: int, qzeros: Tensor, scales: Tensor,

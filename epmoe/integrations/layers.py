@@ -131,8 +131,9 @@ def dispatch(group, x, idx, weight, num_experts, **options):
         known = [make_layer(group, max(1, _most_tokens(world, num_tokens)), *shape, **options)]
     try:
         return known[-1].dispatch(x, idx, weight)
-    except (ValueError, TypeError, PeerError) as error:
-        # Others, such as EpMismatch, are raised on all ranks, and have nothing to do with the tokens of one.
+    except Exception as error:
+        # Other EpErrors, such as EpMismatch, are raised on all ranks. Whatever else happens to one, the
+        # others get a PeerError, and wait for it in the exchange.
         if isinstance(error, EpError) and not isinstance(error, PeerError):
             raise
         most = _most_tokens(world, num_tokens)

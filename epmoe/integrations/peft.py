@@ -113,6 +113,7 @@ def set_lora(model: torch.nn.Module, adapter_name: str | None) -> None:
 
     Raises:
         ValueError: On this rank, for a name that no adapter has.
+        TypeError: On this rank, for anything but a name or None.
         RuntimeError: On this rank, while an adapter is merged in any of the experts.
         EpError: As EPMoE.set_adapter.
 
@@ -136,6 +137,7 @@ def set_lora(model: torch.nn.Module, adapter_name: str | None) -> None:
         _check_unmerged(experts, "set_lora")
     for moe in experts.values():
         moe.set_adapter(adapter_name if adapter_name in lora.adapters_of(moe) else None)
+        moe._checked_ddp = 0  # a DistributedDataParallel averages what trained when it was made
     for module in _tuned(model):
         module.enable_adapters(adapter_name is not None)
         if adapter_name is not None:
@@ -298,6 +300,9 @@ def _configs_of(model):
 
 def _config_of(model, adapter_name):
     known = _configs_of(model)
+    if not isinstance(adapter_name, str):
+        raise TypeError(f"adapter_name: wanted a name or None, got {type(adapter_name).__name__}; a list of "
+                        f"adapters is for EPMoE.set_adapter")
     if adapter_name not in known:
         raise ValueError(f"no adapter {adapter_name!r}: add_lora and load_lora have added "
                          f"{', '.join(sorted(known)) or 'none'}")
@@ -384,7 +389,13 @@ def _forget(model, experts, adapter_name):
             lora.remove(moe, adapter_name)
     for module in _tuned(model):
         module.delete_adapter(adapter_name)
-    getattr(model, "peft_config", {}).pop(adapter_name, None)
+    for path, module in list(model.named_modules()):  # of the first adapter: the model has its names again
+        if isinstance(module, BaseTunerLayer) and not module._get_available_adapters():
+            model.set_submodule(path, module.get_base_layer())
+    configs = getattr(model, "peft_config", {})
+    configs.pop(adapter_name, None)
+    if not configs and hasattr(model, "peft_config"):
+        del model.peft_config
 
 
 def _names_in(path, moe):

@@ -21,6 +21,7 @@ peft adapts the experts of the first way.  Those of the third have adapters by e
 
 import contextlib
 
+import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..moe.module import EPMoE
@@ -31,7 +32,8 @@ __all__ = ["experts_forward", "spread_experts", "store_as_epmoe_reads"]
 
 # The options of an EPMoE that are not of its layer, and so not shared with it.
 _OF_MODULE = {"topk", "num_physical", "weight_dtype", "compute_dtype", "wgrad_dtype", "delay_wgrad_compute",
-              "fuse_wgrad_accumulation", "num_chunks", "rank_invariant", "balance"}
+              "fuse_wgrad_accumulation", "num_chunks", "rank_invariant", "balance", "dispatch_dtype", "dtype",
+              "bias"}
 _alone = parts.Layers()  # of this process alone
 
 
@@ -111,6 +113,8 @@ def spread_experts(model, ep_group=None, **options):
             shared = dict(options)
             if not hasattr(experts, "config") and hasattr(model, "config"):
                 shared.setdefault("topk", parts.topk_of(model.config))
+                if getattr(model, "dtype", None) in (torch.float16, torch.bfloat16):
+                    shared.setdefault("dtype", model.dtype)
             if shape in layers:
                 shared = {n: v for n, v in shared.items() if n in _OF_MODULE} | {"layer": layers[shape]}
             made[path] = EPMoE.from_experts(experts, ep_group, **shared)

@@ -113,7 +113,8 @@ def dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local_experts):
     world = plan.routes.world
     plan.routes.note(_C.OP_DISPATCH, x, topk_idx, topk_weights, scales)
     rows, numbers = plan.dispatch(as_rows(x), numbered(len(x), world.size, x.device))
-    idx = None if topk_idx is None else (topk_idx + 1).to(torch.int32)  # rows that are absent are zeros
+    most = world.size * num_local_experts  # no expert, also where the index has more than 32 bits
+    idx = None if topk_idx is None else (topk_idx.clamp(-1, most) + 1).to(torch.int32)  # 0: an absent row
     columns = idx, topk_weights, scales
     if meta_key(*columns):
         idx, topk_weights, scales = unpack(plan.dispatch(pack(*columns))[0], *columns)
