@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _C
 from ..a2a.low_latency import LowLatencyAll2All
 from ..errors import HeapExhausted
-from ..gemm.activations import Activation, as_kernel
+from ..gemm.activations import KERNELS, Activation, as_kernel
 from ..torch_modes import check_mode, is_plain, is_traced, is_watched, requires_grad
 from . import experts as experts_ops
 
@@ -99,7 +99,7 @@ def run(a2a: LowLatencyAll2All, x: Tensor, topk_idx: Tensor, topk_weights: Tenso
         a2a._check_idle(_C.OP_LL_DISPATCH, 0)
         if not is_plain():
             check_mode(x, topk_weights, *weights, *(lora.factors if lora else ()))
-        kernel = as_kernel(activation)
+        kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         allocate, hidden, inner = a2a._allocator(), a2a.hidden, down.shape[2] * (1 if scales is None else 2)
         up_scale, up_zero, down_scale, down_zero = scales or experts_ops.NO_SCALES
         weight = topk_weights if topk_weights.dtype == torch.float32 else experts_ops.as_float32(topk_weights)

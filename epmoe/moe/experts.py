@@ -36,7 +36,7 @@ from ..a2a.layer import ANY_SLACK, MOST_ROOMS, NO_SIZE_HINT, next_size_hint
 from ..a2a.layout import EPLayout
 from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
 from ..comm.error_propagation import reported_after_plan, reporting
-from ..gemm.activations import Activation, Kernel, as_kernel, out_columns
+from ..gemm.activations import KERNELS, Activation, Kernel, as_kernel, out_columns
 from ..gemm.grouped import WGRAD
 from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of
 from ..torch_modes import check_backward, check_mode, implement, is_batch, is_plain, is_transformed
@@ -112,7 +112,7 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         plain = is_plain()
         if lora is None and (as_operators or not plain and is_transformed()):
             return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
-        kernel = as_kernel(activation)
+        kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         if not plain:
             check_mode(tokens, topk_weights, *parameters, *(lora.factors if lora else ()))
         weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)

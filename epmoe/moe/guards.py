@@ -82,16 +82,25 @@ def check_ddp(moe: EPMoE, ddp: DistributedDataParallel) -> None:
                                f"the module that has it, before epmoe.prepare_ddp(model)")
 
 
+def note_trained(model: nn.Module) -> None:
+    """Remember which parameters require gradients before a DistributedDataParallel is made of a model."""
+    model.__dict__["_epmoe_trained"] = _trained(model)
+
+
+def _trained(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
 def _check_trained(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError for parameters whose gradients DistributedDataParallel does not average.
 
-    It averages those that required gradients when it was made.
+    It averages those that required gradients when it was made.  It does not say which.  So these are taken to
+    be those that did in prepare_ddp or in the first checked call.
     """
-    ignored = set(ddp.parameters_to_ignore)
-    trained = {id(p): name for name, p in ddp.module.named_parameters()
-               if p.requires_grad and name not in ignored}
-    known = ddp.__dict__.setdefault("_epmoe_trained", trained)
-    if new := [name for i, name in trained.items() if i not in known]:
+    trained = _trained(ddp.module)
+    known = ddp.__dict__.setdefault(
+        "_epmoe_trained", trained | ddp.module.__dict__.get("_epmoe_trained", set()))
+    if new := sorted(trained - known - set(ddp.parameters_to_ignore)):
         raise RuntimeError(f"{new[0]} did not require a gradient when DistributedDataParallel was made, so "
                            f"it does not average that of the ranks: make a new DistributedDataParallel "
                            f"after set_lora, set_adapter or requires_grad_")
