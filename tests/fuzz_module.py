@@ -160,6 +160,8 @@ def strategies(st, torch, _C):
              "text": mostly(st.text(max_size=300)),
              "nonce": mostly(st.sampled_from([b"n" * 16, b"", b"n" * 17])),
              "helps": mostly(st.sampled_from([[], [(0, 1, 5)], [(1, 0)], [(0,)], [(9, 9, 9)] * 65, (0, 1)])),
+             "act": mostly(st.one_of(st.tuples(st.integers(0, 10), short, short), st.just((0, 0, 0)),
+                                     st.lists(st.one_of(number, odd_times), max_size=4))),
              "names": mostly(st.sampled_from([b"\x06abcde\0\0" * i for i in range(9)])),
              "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [],
                                       {"TypeError": TypeError}])}
@@ -209,36 +211,36 @@ SIGNATURES = {
     "layer_combine": "L small | rows row_weight? row_weight? x? x? plan recv out out_scalar? small small",
     "layer_propagate_error": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x no weight? plan rows no row_weight? recv tensor no weight? out out?"
-                           " small seconds seconds small small small"
+                           " act small small small"
                            " or L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
-                           " recv tensor weight weight? out no small seconds seconds zero zero small",
+                           " recv tensor weight weight? out no act zero zero small",
     "layer_gemm_combine": "L small | rows no tensor no weight? rows? tensor? out row_weight? row_weight? plan"
                           " recv out out_scalar? small small"
                           " or L small | fp8_rows fp8_row_scale tensor weight weight? no no out row_weight?"
                           " no plan recv out no zero zero",
     "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan no recv rows"
                      " row_weight out? tensor tensor out tensor? tensor? rows? tensor? tensor? rows? tag?"
-                     " row_tag? small small seconds seconds small small small small zero small",
+                     " row_tag? small act small small small small zero small",
     "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight"
-                          " tensor? tensor? rows? small seconds seconds",
+                          " tensor? tensor? rows? act",
     "layer_experts_up": "L small | rows tensor row_weight plan recv rows rows rows out? rows out out_scalar"
                         " out? tensor? tensor? rows?",
     "layer_ll_experts": "LL small | fast_x idx weight tensor weight? no no tensor weight? no no handle"
                         " compact counts tensor compact fast_x tensor? tensor? rows? tensor? tensor? rows?"
-                        " tag? compact_tag? small small seconds seconds",
+                        " tag? compact_tag? small act",
     "layer_trace": "L small tensor small",
-    "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small no no no"
+    "grouped_gemm": "small act seconds x rows plan weight? row_weight? plan out small no no no"
                     " rows? rows? tensor? small flag"
-                    " or zero small seconds seconds x rows plan weight? row_weight? plan out small tensor"
+                    " or zero act seconds x rows plan weight? row_weight? plan out small tensor"
                     " tensor no no no no small flag",
-    "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales flag",
+    "quantize_fp8": "act x num_rows? fp8_x group_scales flag",
     "expand_fp8": "tensor tensor tensor? fp8_x fp8_scale flag",
     "map_choices": "idx tensor idx small",
     "fill_expert_map": "tensor tensor tensor tensor",
     "transpose_fp8": "fp8_x fp8_scale plan fp8_x fp8_scale",
     "quantize_fp8_weight": "x fp8_x fp8_x fp8_scale fp8_scale",
     "wgrad_fp8": "fp8_x fp8_x fp8_scale fp8_scale plan plan out seconds",
-    "activation": "small seconds seconds x x plan weight? x x weight no no",
+    "activation": "act x x plan weight? x x weight no no",
     "gemm_has_counter": "x", "device_query": "n",
     "ll_handle_words": "config",
     "layer_ll_dispatch": "LL small | fast_x idx weight? handle compact weight? counts tag? compact_tag? small"

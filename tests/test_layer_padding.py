@@ -207,7 +207,7 @@ def test_layer_padding_module_refuses_fused_operations(ranks):
         x = torch.ones(2, 16, dtype=op.dtype)
         rows, _, layout = op.dispatch(x, torch.zeros(2, 1, dtype=torch.int64))
         weight = torch.zeros(1, 16, 16, dtype=op.dtype)
-        of_dispatch = outcome(lambda: op._dispatch_gemm(x, None, layout.plan, weight, None, 0, 4, 0))
+        of_dispatch = outcome(lambda: op._dispatch_gemm(x, None, layout.plan, weight, None, 0, 4, (0, 0, 0)))
         of_combine = outcome(lambda: op._gemm_combine(rows, weight, None, None, layout.plan, layout.recv, 0,
                                                       2, False))
         op.finalize()

@@ -113,7 +113,7 @@ EP_PURE uint32_t ep_gemm_num_blocks(uint32_t size) {
 /* Set an activation that exists. */
 EP_PURE void ep_gemm_set_activation(EpGemmParams *p, EpActivation activation) {
     p->activation = ep_act_with_numbers(activation);
-    p->cols_per_out = 1 + EP_ACT_IS_GATED(activation.kind);
+    p->cols_per_out = EP_ACT_IS_GATED(activation.kind) ? 2 : 1;
 }
 /* num_cols: columns of the product, which is divided into tiles. out_cols: columns that are written; half as
  * many if the activation is gated. */

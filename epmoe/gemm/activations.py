@@ -205,9 +205,23 @@ KERNELS: dict[str | None, Kernel] = {name: (kind, *(gpt_oss_numbers(name) or (0.
                                      for kind, name in _NAMES.items() if kind not in _SWIGLU_KINDS}
 
 
-@torch.compiler.assume_constant_result  # else a compiler takes the numbers for inputs of its graph
 def as_kernel(activation: Activation | None) -> Kernel:
-    """Return an activation as the module takes it.  Raises ValueError for an unknown one."""
+    """Return an activation as the module takes it.
+
+    Args:
+        activation: As for activate, or None.
+
+    Returns:
+        Its kind and its numbers: the fields of EpActivation in csrc/protocol/activation.h.
+
+    Raises:
+        ValueError: As activate.
+
+    Examples:
+        >>> from epmoe.gemm.activations import as_kernel
+        >>> as_kernel("gpt_oss")
+        (3, 1.702, 7.0)
+    """
     if isinstance(activation, (str, type(None))) and activation in KERNELS:
         return KERNELS[activation]
     gate = cast(SwiGLU | GptOss, activation)
@@ -218,8 +232,25 @@ def as_kernel(activation: Activation | None) -> Kernel:
     return KERNELS["swiglu"] if gate == SwiGLU() else (_SWIGLU_KINDS[int(gate.offset)], *_numbers(gate))
 
 
+# To a compiler the result is a constant. Else the numbers would be inputs of its graph. Private: that is what
+# torch.compiler.assume_constant_result does, which also imports the compiler. That takes seconds.
+as_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def activation_of(kernel: Kernel) -> Activation | None:
-    """Return the activation of which as_kernel has returned this."""
+    """Return the activation of which as_kernel has returned this.
+
+    Args:
+        kernel: What as_kernel returns, also as a list.
+
+    Returns:
+        An activation, or None.
+
+    Examples:
+        >>> from epmoe.gemm.activations import activation_of, as_kernel
+        >>> activation_of(as_kernel("swiglu"))
+        'swiglu'
+    """
     kind, alpha, limit = kernel
     if kind in _SWIGLU_KINDS:
         return SwiGLU(alpha, limit, _SWIGLU_KINDS.index(int(kind)))
@@ -227,10 +258,35 @@ def activation_of(kernel: Kernel) -> Activation | None:
 
 
 def out_columns(columns: int, kernel: Kernel) -> int:
-    """Return how many columns an activation makes of those of a product: half of them, if it has gates."""
+    """Return how many columns an activation makes of those of a product.
+
+    Args:
+        columns: Those of the product.
+        kernel: What as_kernel returns.
+
+    Returns:
+        Half as many, if the activation has gates, else as many.
+
+    Examples:
+        >>> from epmoe.gemm.activations import as_kernel, out_columns
+        >>> out_columns(8, as_kernel("swiglu")), out_columns(8, as_kernel(None))
+        (4, 8)
+    """
     return columns // 2 if kernel[0] in _GATED_KINDS else columns
 
 
 def is_mixed(kernel: Kernel) -> bool:
-    """Whether gates and ups alternate."""
+    """Return whether gates and ups alternate.
+
+    Args:
+        kernel: What as_kernel returns.
+
+    Returns:
+        True or False.
+
+    Examples:
+        >>> from epmoe.gemm.activations import as_kernel, is_mixed
+        >>> is_mixed(as_kernel("gpt_oss"))
+        True
+    """
     return kernel[0] == _GPT_OSS
