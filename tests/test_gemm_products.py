@@ -106,6 +106,12 @@ def test_gemm_is_traced_by_the_compiler(ranks):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), layer(x, weight))
 
+    def with_numbers(x, weight):  # an activation that is made inside of the compiled code
+        return epmoe.grouped_gemm(x, weight, offsets=offsets, activation=epmoe.SwiGLU(1.3, 2.0))
+
+    compiled = torch.compile(with_numbers, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight), with_numbers(x, weight))
+
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("model", MODELS)

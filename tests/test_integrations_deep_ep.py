@@ -245,6 +245,26 @@ def run_mistakes(world, device):
     buffer.destroy()
 
 
+def run_far_indices(world, device):
+    """With num_worst_tokens an index that is no expert counts as none, also one that int32 does not have."""
+    buffer, num_experts = make(world, device), L * world.size
+    x = torch.ones(3, H, dtype=BF16, device=device)
+    for far in (num_experts, 2**32, 2**32 + 1, -(2**32)):
+        idx = torch.full((3, K), -1, dtype=torch.int64, device=device)
+        idx[:, 0], idx[:, 1] = 0, far
+        layout = layout_of(buffer, idx.where((idx >= 0) & (idx < num_experts), -1))
+        weights = torch.full((3, K), 0.5, device=device)
+        _, got_idx, got_weights, *_ = buffer.dispatch(x, **layout, topk_idx=idx, topk_weights=weights,
+                                                      num_worst_tokens=3 * world.size)
+        assert (got_idx[:, 1:] == -1).all() and not got_weights[:, 1:].any(), far
+        assert (got_idx[:, 0] == 0).all() if world.rank == 0 else (got_idx == -1).all(), far
+    buffer.destroy()
+
+
+def test_integrations_deep_ep_far_indices_are_no_experts(ranks):
+    ranks(run_far_indices, world_size=min(2, ranks.size(2)), timeout_s=60)
+
+
 def test_integrations_deep_ep_v1_mistakes(ranks):
     if ranks.size(2) == 2:
         ranks(run_mistakes, world_size=2, timeout_s=60)

@@ -429,16 +429,16 @@ def _switched(rank, world_size):
     model, ids = spread("qwen3_moe"), tokens(2, 5, seed=rank)
     for name in "ab":
         add_lora(model, config_for("qwen3_moe"), name)
-    set_lora(model, "a")
     found = []
-    for name in "ab":
+    for name, steps_first in ("a", True), ("b", True), ("a", False):
+        set_lora(model, name)
         ddp = DistributedDataParallel(epmoe.prepare_ddp(model))
-        step(ddp, ids)
+        if steps_first:
+            step(ddp, ids)
         set_lora(model, "b" if name == "a" else "a")
         with torch.no_grad():
             ddp(input_ids=ids)
         found.append(outcome(lambda: step(ddp, ids)))
-        set_lora(model, "b")
         del ddp
     end(model)
     return found
@@ -446,8 +446,45 @@ def _switched(rank, world_size):
 
 def test_integrations_peft_wants_a_new_ddp_for_another_adapter():
     for found in process_ranks(_switched, 2):
+        assert len(found) == 3
         for kind, text in found:
             assert kind == "RuntimeError" and "make a new DistributedDataParallel after set_lora" in text
+
+
+class Pair(torch.nn.Module):
+    """Two parameters of one module: peft puts one wrapper into another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.randn(16, 16)) for _ in range(2))
+
+    def forward(self, x):
+        return x @ self.first @ self.second
+
+
+def _unwrapped(rank, world_size):
+    """Rank main: a first add_lora that fails leaves a module with two wrappers as it was."""
+    frameworks.add_to_path()
+    from peft import LoraConfig
+
+    from epmoe.integrations.peft import add_lora
+
+    moe = epmoe.EPMoE(16, 32, 2, 1, dtype=torch.float32, device="cpu")
+    model, x = torch.nn.ModuleDict({"experts": moe, "pair": Pair()}), torch.randn(3, 16)
+    want, before = model.pair(x), state_of(model)
+    config = LoraConfig(r=4, target_modules=[],
+                        target_parameters=["experts.down_proj", "pair.first", "pair.second"])
+    moe.add_adapter = None  # fails after peft has made its wrappers
+    kind, _ = outcome(lambda: add_lora(model, config))
+    del moe.add_adapter
+    assert state_of(model) == before and type(model.pair) is Pair and torch.equal(model.pair(x), want)
+    add_lora(model, config)
+    moe.layer.world.close()
+    return kind
+
+
+def test_integrations_peft_unwraps_what_it_has_wrapped_twice():
+    assert process_ranks(_unwrapped, 1) == ["TypeError"]
 
 
 def _examples(rank, world_size):

@@ -20,10 +20,11 @@ CONFIG = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_local_exp
               max_position_embeddings=64, eos_token_id=None, pad_token_id=0, bos_token_id=1)
 
 
-def gpt_oss():
+def gpt_oss(hidden=CONFIG["hidden_size"]):
     """A model of GPT-OSS in 16 bits, with weights that MXFP4 can hold."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(GptOssConfig(**CONFIG)).bfloat16().eval()
+    config = GptOssConfig(**CONFIG | {"hidden_size": hidden})
+    model = AutoModelForCausalLM.from_config(config).bfloat16().eval()
     with torch.no_grad():
         for n, p in model.named_parameters():
             p.normal_(0, 0.2)
@@ -202,8 +203,10 @@ def test_transformers_modules_of_one_shape_have_the_same_options():
         with torch.no_grad():
             assert model.eval()(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
         modules[0].finalize()
-    model = spread_experts(gpt_oss().float(), max_tokens=32, weight_dtype="mxfp4", dtype=torch.bfloat16)
-    assert all(layer.mlp.experts.layer.dtype == torch.bfloat16 for layer in model.model.layers)
+    model = spread_experts(gpt_oss(128).float(), max_tokens=32, weight_dtype="mxfp4", dtype=torch.bfloat16,
+                           dispatch_dtype=E4M3)
+    modules = [layer.mlp.experts for layer in model.model.layers]
+    assert all(moe.layer.dtype == torch.bfloat16 and moe._format.sends_fp8 for moe in modules)
     model.model.layers[0].mlp.experts.finalize()
 
 

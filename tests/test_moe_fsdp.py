@@ -79,8 +79,8 @@ def test_moe_fsdp_clips_with_the_same_norm_where_parameters_stay_whole():
     assert found[0] == found[1] and found[0][0] > 0 and found[0][0] == pytest.approx(found[0][1], 1e-6)
 
 
-def _filled(rank, world_size, gathers):
-    group = groups_of(2, rank, world_size)
+def _filled(rank, world_size, size, gathers):
+    group = groups_of(size, rank, world_size)
     plain = Block(group)
     torch.manual_seed(1)
     plain.moe.reset_parameters()
@@ -99,14 +99,16 @@ def _filled(rank, world_size, gathers):
     return [n for n in want if n.startswith("moe.") and not torch.equal(got[n], want[n])], len(want)
 
 
-@pytest.mark.parametrize("num_ranks, gathers", [(2, False), (4, False), (4, True)])
-def test_moe_fsdp_fills_sharded_experts_as_plain_ones(num_ranks, gathers):
-    found = process_ranks(_filled, num_ranks, gathers)
+@pytest.mark.parametrize("num_ranks, size, gathers", [(2, 2, False), (4, 2, False), (4, 2, True),
+                                                      (2, 1, True)])
+def test_moe_fsdp_fills_sharded_experts_as_plain_ones(num_ranks, size, gathers):
+    found = process_ranks(_filled, num_ranks, size, gathers)
     assert all(not wrong for wrong, _ in found) and found[0][1] == 5
 
 
-def _switched(rank, world_size):
-    model = sharded(world_size, adapters=("a", "b"), reshard_after_forward=False)
+def _switched(rank, world_size, size):
+    model = sharded(world_size, groups_of(size, rank, world_size), adapters=("a", "b"),
+                    reshard_after_forward=False)
     with torch.no_grad():
         model(tokens(rank))
     model.moe.set_adapter("b")
@@ -121,8 +123,9 @@ def _switched(rank, world_size):
     return found
 
 
-def test_moe_fsdp_trains_the_adapter_that_was_set_after_an_evaluation():
-    assert process_ranks(_switched, 2) == [[["b"], ["b"], [False]]] * 2
+@pytest.mark.parametrize("size", [1, 2])
+def test_moe_fsdp_trains_the_adapter_that_was_set_after_an_evaluation(size):
+    assert process_ranks(_switched, 2, size) == [[["b"], ["b"], [False]]] * 2
 
 
 def _ignored(rank, world_size, size):

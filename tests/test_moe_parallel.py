@@ -473,7 +473,8 @@ from torch.nn.utils import clip_grad
 
 OWNERS = ((clip_grad, "_get_total_norm"), (clip_grad, "_clip_grads_with_norm_"), (FSDPParam, "__init__"),
           (torch.amp.GradScaler, "unscale_"), (torch.amp.GradScaler, "_check_inf_per_device"),
-          (torch.optim.Optimizer, "state_dict"), (torch.optim.Optimizer, "load_state_dict"))
+          (torch.optim.Optimizer, "state_dict"), (torch.optim.Optimizer, "load_state_dict"),
+          (torch.nn.parallel.DistributedDataParallel, "_build_params_for_reducer"))
 
 def functions():
     return {name: getattr(owner, name) for owner, name in OWNERS}
@@ -494,8 +495,8 @@ print(*sorted(n for n, f in functions().items() if f is not before[n]), sep=",")
 
 
 @pytest.mark.parametrize("setting, wrapped", [
-    (None, "__init__,_check_inf_per_device,_clip_grads_with_norm_,_get_total_norm,load_state_dict,state_dict,"
-           "unscale_"),
+    (None, "__init__,_build_params_for_reducer,_check_inf_per_device,_clip_grads_with_norm_,_get_total_norm,"
+           "load_state_dict,state_dict,unscale_"),
     pytest.param("0", "", marks=pytest.mark.long)])
 def test_moe_wraps_functions_of_torch_for_several_ranks_only(setting, wrapped):
     environment = {name: value for name, value in os.environ.items() if name != "EPMOE_WRAP_TORCH"}

@@ -307,6 +307,7 @@ def mistakes(world, device):
     backward(moe, world, device, model, 0)
     texts["step"] = error_of(optimizer.step)
     texts["clip"] = error_of(lambda: torch.nn.utils.clip_grad_norm_(moe.parameters(), 1.0))
+    torch.amp.GradScaler(device.type, enabled=False).unscale_(optimizer)  # does nothing
     texts["unscale"] = error_of(lambda: torch.amp.GradScaler(device.type).unscale_(optimizer))
     moe.backward_dw()
     torch.nn.utils.clip_grad_norm_(moe.parameters(), 1.0)

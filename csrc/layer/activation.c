@@ -8,7 +8,9 @@
 
 int ep_check_activation(EpActivation a) {
     if (ep_act_is_valid(a)) return 0;
-    return ep_error(EP_EINVAL, "activation %u: must be one of EP_ACTIVATIONS, and its numbers valid", a.kind);
+    return ep_error(EP_EINVAL,
+                    "activation %u (alpha %g, limit %g): must be one of EP_ACTIVATIONS, with valid numbers",
+                    a.kind, (double)a.alpha, (double)a.limit);
 }
 
 int ep_activation(const EpActivationArgs *a, void *stream) {

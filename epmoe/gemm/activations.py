@@ -205,6 +205,15 @@ KERNELS: dict[str | None, Kernel] = {name: (kind, *(gpt_oss_numbers(name) or (0.
                                      for kind, name in _NAMES.items() if kind not in _SWIGLU_KINDS}
 
 
+def _of_name(name: str | None) -> Kernel | None:
+    return KERNELS.get(name)
+
+
+# To a compiler the result is a constant. Else the numbers would be inputs of its graph. Private: that is what
+# torch.compiler.assume_constant_result does, which also imports the compiler. That takes seconds.
+_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def as_kernel(activation: Activation | None) -> Kernel:
     """Return an activation as the module takes it.
 
@@ -222,19 +231,14 @@ def as_kernel(activation: Activation | None) -> Kernel:
         >>> as_kernel("gpt_oss")
         (3, 1.702, 7.0)
     """
-    if isinstance(activation, (str, type(None))) and activation in KERNELS:
-        return KERNELS[activation]
+    if isinstance(activation, (str, type(None))) and (kernel := _of_name(activation)):
+        return kernel
     gate = cast(SwiGLU | GptOss, activation)
     is_gated(gate)  # raises
     if numbers := gpt_oss_numbers(gate):
         return _GPT_OSS, *numbers
     gate = cast(SwiGLU, gate)
-    return KERNELS["swiglu"] if gate == SwiGLU() else (_SWIGLU_KINDS[int(gate.offset)], *_numbers(gate))
-
-
-# To a compiler the result is a constant. Else the numbers would be inputs of its graph. Private: that is what
-# torch.compiler.assume_constant_result does, which also imports the compiler. That takes seconds.
-as_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return as_kernel("swiglu") if gate == SwiGLU() else (_SWIGLU_KINDS[int(gate.offset)], *_numbers(gate))
 
 
 def activation_of(kernel: Kernel) -> Activation | None:

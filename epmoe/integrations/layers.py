@@ -10,7 +10,7 @@ import torch
 
 from ..a2a.layer import EPAll2AllLayer
 from ..comm.world import World, thread_worlds
-from ..errors import EpError, PeerError
+from ..errors import EpIndexError, EpMismatch, EpOverflow, EpTimeout, PeerDied
 
 _alone = []  # the world of this process alone, once there is one
 # What layers of one kind have in common -> those layers, the largest last.  All are kept: a backward may
@@ -132,9 +132,9 @@ def dispatch(group, x, idx, weight, num_experts, **options):
     try:
         return known[-1].dispatch(x, idx, weight)
     except Exception as error:
-        # Other EpErrors, such as EpMismatch, are raised on all ranks. Whatever else happens to one, the
-        # others get a PeerError, and wait for it in the exchange.
-        if isinstance(error, EpError) and not isinstance(error, PeerError):
+        # These are raised on all ranks. Whatever else happens to one, the others get a PeerError, and wait
+        # for it in the exchange.
+        if isinstance(error, (EpIndexError, EpMismatch, EpOverflow, EpTimeout, PeerDied)):
             raise
         most = _most_tokens(world, num_tokens)
         if most <= known[-1].max_tokens:

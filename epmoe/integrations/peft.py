@@ -137,7 +137,7 @@ def set_lora(model: torch.nn.Module, adapter_name: str | None) -> None:
         _check_unmerged(experts, "set_lora")
     for moe in experts.values():
         moe.set_adapter(adapter_name if adapter_name in lora.adapters_of(moe) else None)
-        moe._checked_ddp = 0  # a DistributedDataParallel averages what trained when it was made
+        moe._checked_ddp = 0  # also where it has no adapter of this name
     for module in _tuned(model):
         module.enable_adapters(adapter_name is not None)
         if adapter_name is not None:
@@ -389,9 +389,10 @@ def _forget(model, experts, adapter_name):
             lora.remove(moe, adapter_name)
     for module in _tuned(model):
         module.delete_adapter(adapter_name)
-    for path, module in list(model.named_modules()):  # of the first adapter: the model has its names again
+    # After a first adapter the model has its names again. peft may put one wrapper into another.
+    for path, module in reversed(list(model.named_modules())):
         if isinstance(module, BaseTunerLayer) and not module._get_available_adapters():
-            model.set_submodule(path, module.get_base_layer())
+            model.set_submodule(path, module.base_layer)
     configs = getattr(model, "peft_config", {})
     configs.pop(adapter_name, None)
     if not configs and hasattr(model, "peft_config"):

@@ -13,13 +13,14 @@ and parameters without experts.
 |---|---|
 | torch.nn.utils.clip_grad._get_total_norm | the norm is over the experts of all ranks |
 | torch.nn.utils.clip_grad._clip_grads_with_norm_ | meshes are scaled apart; an error if gradients wait |
-| torch.amp.GradScaler.unscale_, ._check_inf_per_device | an infinity on one rank counts on all ranks |
+| torch.amp.GradScaler.unscale_, ._check_inf_per_device | of all ranks; an error if gradients wait |
+| DistributedDataParallel._build_params_for_reducer | which gradients it averages is remembered |
 | torch.optim.Optimizer.state_dict, .load_state_dict | what a first step adds (shards.teach) |
-| FSDPParam.__init__ of FSDP2 | sharding over ranks with different experts is an error |
+| FSDPParam.__init__ of FSDP2 | the shard is remembered; over ranks with different experts it is an error |
 
 All but the last are wrapped when a process creates its first EPMoE of several ranks, with room for more
-experts than there are, or with delay_wgrad_compute.  FSDPParam is wrapped when fully_shard visits an EPMoE
-whose parameters it may not shard over all ranks.  With EPMOE_WRAP_TORCH=0 nothing is wrapped.
+experts than there are, or with delay_wgrad_compute.  FSDPParam is wrapped when fully_shard visits an EPMoE.
+With EPMOE_WRAP_TORCH=0 nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def _ranks(group: ProcessGroup | None) -> set[int]:
 
 
 def check_ddp(moe: EPMoE, ddp: DistributedDataParallel) -> None:
-    """Raise RuntimeError if DistributedDataParallel averages the experts of `moe`, and must not."""
+    """Raise RuntimeError if DistributedDataParallel averages the experts of `moe`, and must not.
+
+    Also if it does not average a parameter that requires a gradient.
+    """
     world, own = moe.layer.world, {id(t) for t in shards.tensors(moe)}
     # Private: ddp.parameters() has those that are ignored, too, and those that were added later.
     managed = {id(t) for t in (*ddp._module_parameters, *ddp.modules_buffers)}
@@ -82,25 +86,16 @@ def check_ddp(moe: EPMoE, ddp: DistributedDataParallel) -> None:
                                f"the module that has it, before epmoe.prepare_ddp(model)")
 
 
-def note_trained(model: nn.Module) -> None:
-    """Remember which parameters require gradients before a DistributedDataParallel is made of a model."""
-    model.__dict__["_epmoe_trained"] = _trained(model)
-
-
-def _trained(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if p.requires_grad}
-
-
 def _check_trained(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError for parameters whose gradients DistributedDataParallel does not average.
 
-    It averages those that required gradients when it was made.  It does not say which.  So these are taken to
-    be those that did in prepare_ddp or in the first checked call.
+    It averages those that required gradients when it was made: _noting_averaged keeps them.
     """
-    trained = _trained(ddp.module)
-    known = ddp.__dict__.setdefault(
-        "_epmoe_trained", trained | ddp.module.__dict__.get("_epmoe_trained", set()))
-    if new := sorted(trained - known - set(ddp.parameters_to_ignore)):
+    averaged, ignored = ddp.__dict__.get("_epmoe_averaged"), set(ddp.parameters_to_ignore)
+    if averaged is None:  # it was made before torch was wrapped
+        return
+    if new := [name for name, p in ddp.module.named_parameters()
+               if p.requires_grad and name not in ignored and id(p) not in averaged]:
         raise RuntimeError(f"{new[0]} did not require a gradient when DistributedDataParallel was made, so "
                            f"it does not average that of the ranks: make a new DistributedDataParallel "
                            f"after set_lora, set_adapter or requires_grad_")
@@ -177,10 +172,12 @@ def install() -> None:
             return
         # The public names beside the private ones are what users have imported already, too late to wrap.
         scaler, optimizer = torch.amp.GradScaler, torch.optim.Optimizer
+        parallel = torch.nn.parallel.DistributedDataParallel
         for owner, name, wrap in ((clip_grad, "_get_total_norm", _over_experts),
                                   (clip_grad, "_clip_grads_with_norm_", _mesh_by_mesh),
                                   (scaler, "unscale_", _of_all_ranks),
                                   (scaler, "_check_inf_per_device", _of_all_ranks),
+                                  (parallel, "_build_params_for_reducer", _noting_averaged),
                                   (optimizer, "state_dict", _knowing_experts),
                                   (optimizer, "load_state_dict", _knowing_experts)):
             setattr(owner, name, wrap(getattr(owner, name)))
@@ -203,10 +200,11 @@ def _without_experts(init: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(init)
     def wrapper(self: Any, param: nn.Parameter, module_info: Any, *args: Any, **kwargs: Any) -> None:
-        moe = owners().get(id(param))
+        moe = shards.owner_of(param)
         init(self, param, module_info, *args, **kwargs)
         if moe is not None:
-            check_sharded(moe, module_info.param_name, self.sharded_param)
+            if shards.is_registered(moe):
+                check_sharded(moe, module_info.param_name, self.sharded_param)
             shards.note_fsdp(moe, self)
 
     return wrapper
@@ -287,8 +285,9 @@ def _of_all_ranks(find_infinities: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(find_infinities)
     def wrapper(self: Any, optimizer: torch.optim.Optimizer) -> Any:
-        check_no_delay((p for group in optimizer.param_groups for p in group["params"]),
-                       "GradScaler.unscale_ scales gradients", "unscale_")
+        if self.is_enabled():
+            check_no_delay((p for group in optimizer.param_groups for p in group["params"]),
+                           "GradScaler.unscale_ scales gradients", "unscale_")
         found = find_infinities(self, optimizer)
         if self.is_enabled():
             own = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
@@ -298,6 +297,18 @@ def _of_all_ranks(find_infinities: Callable[..., Any]) -> Callable[..., Any]:
                 for t in own:
                     t.copy_(of_ranks(moe, total).amax())
         return found
+
+    return wrapper
+
+
+def _noting_averaged(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method of DistributedDataParallel that chooses which gradients it averages."""
+
+    @functools.wraps(build)
+    def wrapper(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        parameters, *others = build(self, *args, **kwargs)
+        self.__dict__["_epmoe_averaged"] = {id(p) for p in parameters}
+        return parameters, *others
 
     return wrapper
 

@@ -291,6 +291,7 @@ def _activate(moe: EPMoE, name: str | None, mixed: tuple[str, ...] = ()) -> None
     if not freezes:
         state.trained = {}
     state.active, state.mixed, state.copied = name, mixed, None
+    moe._checked_ddp = 0  # a DistributedDataParallel averages what trained when it was made
     for other, adapter in adapters_of(moe).items():
         for p in adapter.parameters():
             require(p, other == name)

@@ -146,6 +146,15 @@ class _ScaledGradient(torch.autograd.Function):
         return grad * ctx.scale, None
 
 
+def _have_wrong_sizes(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> bool:
+    """Whether a compiler knows that the operator will refuse tensors of these sizes."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes long to import
+
+    num = tokens.shape[0]
+    return bool(guard_or_false((tokens.shape[1] != layer.hidden) | (num != topk_idx.shape[0])
+                               | (num != topk_weights.shape[0])))
+
+
 class EPMoEOptions(TypedDict, total=False):
     """The options of EPMoE that EPMoE.from_experts takes; it finds the sizes and the activation itself."""
 
@@ -509,7 +518,8 @@ class EPMoE(nn.Module):
         among all E.  So with the same seed on all ranks, they do not depend on W.  Empty experts are zero.
 
         Raises:
-            RuntimeError: Where a parametrization or pruning computes a weight.
+            RuntimeError: Where a parametrization or pruning computes a weight, and where FSDP2 has sharded
+                weights in FP8.
 
         Examples:
             >>> import epmoe
@@ -537,12 +547,12 @@ class EPMoE(nn.Module):
         bounds = {"gate_up_proj": up_bound, "down_proj": down_bound, "gate_up_proj_bias": up_bound,
                   "down_proj_bias": down_bound}
         # FSDP2 has shards of the parameters. Each rank fills all that it would have without FSDP.
-        device = self.layer.device
+        device, own = self.layer.device, dict(self.named_parameters(recurse=False))
         whole = {name: torch.empty(p.shape, dtype=p.dtype, device=device) if id(p) in shards_of else p
-                 for name, p in self.named_parameters(recurse=False)}
+                 for name, p in own.items() if name in bounds}
         for i, e in enumerate(self._held):
             if e < 0:
-                for t in whole.values():
+                for t in (own | whole).values():
                     t[i].zero_()
                 continue
             generator.manual_seed(seed + e)
@@ -554,10 +564,10 @@ class EPMoE(nn.Module):
                     self._format.put(self, name, i, numbers)
                 elif filled is not None:
                     filled[i].uniform_(-bound, bound, generator=generator)
-        for name, p in self.named_parameters(recurse=False):
-            if (shard := shards_of.get(id(p))) is not None:
-                for t in {id(t): t for t in (p, shard)}.values():
-                    t.copy_(shards.like(whole[name], t))
+        for name, full in whole.items():
+            if (shard := shards_of.get(id(own[name]))) is not None:
+                for t in {id(t): t for t in (own[name], shard)}.values():
+                    t.copy_(shards.like(full, t))
 
     @classmethod
     def from_experts(cls, experts: nn.Module,
@@ -743,9 +753,7 @@ class EPMoE(nn.Module):
                 topk_idx = self.expert_map.physical(topk_idx, layer.rank)
             if path is not None:
                 self.last_layout = None
-            elif torch.compiler.is_compiling() and (
-                    tokens.shape[1] != layer.hidden
-                    or not tokens.shape[0] == topk_idx.shape[0] == topk_weights.shape[0]):
+            elif torch.compiler.is_compiling() and _have_wrong_sizes(layer, tokens, topk_idx, topk_weights):
                 # The operator refuses them when it runs, on all ranks. Their backward cannot be traced.
                 tokens, topk_weights = tokens.detach(), topk_weights.detach()
             elif ((not at_once or watched) and torch.is_grad_enabled()
@@ -1271,6 +1279,7 @@ class EPMoE(nn.Module):
 
     def _register(self) -> None:
         placement.register(self)
+        shards.know(self)
         if (self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients
                 or self.computes_fp8 or not self._format.is_saved_as_held):
             shards.register(self)
@@ -1286,8 +1295,7 @@ class EPMoE(nn.Module):
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Return an iterator over the modules below, as nn.Module does; fully_shard calls it."""
-        if shards.is_registered(self):
-            guards.install_fsdp()
+        guards.install_fsdp()
         return super().named_children()
 
     def __setstate__(self, state: StateDict) -> None:  # of a deep copy

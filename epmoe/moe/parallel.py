@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import checkpoint, guards, shards
+from . import checkpoint, shards
 from .module import EPMoE
 from .shards import is_dtensor, is_spread, joined, to_first
 
@@ -119,7 +119,6 @@ def prepare_ddp(model: _Model, process_group: ProcessGroup | None = None) -> _Mo
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     names = list(dict.fromkeys([*before, *spread]))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    guards.note_trained(model)
     for moe, _ in spread.values():
         moe.gradient_scale = 1 / moe.layer.world_size
     return model

@@ -47,6 +47,7 @@ _modules: weakref.WeakSet[EPMoE] = weakref.WeakSet()
 _meshes: weakref.WeakKeyDictionary[World | Nodes, dict[tuple[str, DeviceMesh | None], DeviceMesh]] = (
     weakref.WeakKeyDictionary())
 _lock = threading.Lock()  # ranks may be threads
+_all: weakref.WeakSet[EPMoE] = weakref.WeakSet()  # also those that are not registered
 _fsdp_params: weakref.WeakKeyDictionary[EPMoE, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 _has_hook = False
 
@@ -83,6 +84,19 @@ def owners(of: Callable[[Tensor], Tensor | None] = lambda p: p) -> dict[int, EPM
     with _lock:
         modules = list(_modules)
     return {id(of(p)): moe for moe in modules for p in (*tensors(moe), *fsdp_shards(moe).values())}
+
+
+def know(moe: EPMoE) -> None:
+    """Let owner_of find the parameters of a module."""
+    with _lock:
+        _all.add(moe)
+
+
+def owner_of(p: Tensor) -> EPMoE | None:
+    """Return the module to whose experts a parameter belongs, whether it is registered or not."""
+    with _lock:
+        modules = list(_all)
+    return next((moe for moe in modules if any(t is p for t in tensors(moe))), None)
 
 
 def note_fsdp(moe: EPMoE, fsdp_param: Any) -> None:
