@@ -181,6 +181,36 @@ def test_weights_travel_again_only_if_the_slots_were_written(ranks):
         assert calls == (["second", "first"] if ranks.size() > 1 else [])
 
 
+def apart(world, device, balance=BALANCE):
+    """Backwards after calls that are refused, or watched, on rank 0 only."""
+    moe, seen = make(world, device, balance=balance, rank_invariant=True), []
+    for way in ("refused", "watched"):
+        pending = forward(moe, 0)
+        x, idx, weights = batch(moe, 1, (6, 7))
+        if world.rank == 0 and way == "refused":
+            x = x.double()
+        is_watched = world.rank == 0 and way == "watched"
+        with FlopCounterMode(display=False) if is_watched else contextlib.nullcontext():
+            got = outcome(lambda: moe(x, idx, weights), moe.layer)
+        kind = "TypeError" if world.rank == 0 else "PeerError"
+        assert got.kind == (kind if way == "refused" else "nothing"), str(got)
+        world.exchange(b"4")
+        seen.append(backward(*pending))
+    grads = gradients(moe)
+    moe.layer.synchronize()
+    moe.finalize()
+    return seen, grads
+
+
+def test_backwards_after_calls_that_differ_between_ranks(ranks):
+    for balanced, other in pairs(ranks, apart):
+        for mine, its in zip(balanced[0], other[0]):
+            for name in its:
+                same_bits(mine[name], its[name], name)
+        for name, its in other[1].items():
+            assert (balanced[1][name] - its).abs().max() <= 2**-5 * its.abs().max(), name
+
+
 def sharing(world, device, balance=BALANCE):
     """Two modules of one layer, and a copy of one, in one graph."""
     one = make(world, device, balance=balance, rank_invariant=True)

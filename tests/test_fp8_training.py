@@ -393,6 +393,25 @@ def test_fp8_training_quantises_a_sharded_weight_each_time():
 
 
 @pytest.mark.cpu_only
+@torch.inference_mode()
+def test_fp8_training_sees_new_weights_that_were_made_in_inference_mode():
+    """torch counts no changes of such tensors."""
+    moe = make(epmoe.World(), "cpu")
+    (x, idx, weight, _), _ = inputs(epmoe.World(), "cpu")
+    changes = (lambda: moe.load_state_dict({n: 2 * t for n, t in moe.state_dict().items()}),
+               lambda: moe.down_proj.mul_(2), moe.reset_parameters)
+    before = moe(x, idx, weight)
+    for change in changes:
+        change()
+        y = moe(x, idx, weight)
+        moe.requantize()
+        same_bits(y, moe(x, idx, weight), "y")
+        assert not torch.equal(y, before)
+        before = y
+    moe.finalize()
+
+
+@pytest.mark.cpu_only
 def test_fp8_training_lets_torch_swap_weights():
     """What was quantised keeps no weak reference to a parameter, and sees that its tensor is another."""
     moe = epmoe.EPMoE(H, I, 2, 1, max_tokens=T, device="cpu", compute_dtype=E4M3)

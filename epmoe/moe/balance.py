@@ -41,10 +41,12 @@ from ..comm.error_propagation import reporting
 from ..comm.heap import SymmetricHeap
 from ..comm.nodes import Nodes
 from ..comm.world import World
+from .weights import WEIGHTS
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
     from .experts import Weights
+    from .module import EPMoE
     from .weights import WeightFormat
 
 __all__ = ["Balance"]
@@ -234,6 +236,14 @@ class Balancer:
         self._gradient_dtype = torch.float32 if fuses else None  # in the staging; main_grad may have it
         self.balance = balance
         self.min_rows = balance.min_rows or _MIN_ROWS[layer.device.type]
+
+    def forget(self, moe: EPMoE) -> None:
+        """Note that it is not known what the slots hold, at the begin of each call of a module.
+
+        The ranks must agree about it, also where one of them raises or takes another way than the others.
+        """
+        params = [moe._parameters.get(name + end) for name in WEIGHTS for end in ("", "_bias")]
+        _forget([(_held(p), p.data_ptr()) for p in params if type(p) is torch.nn.Parameter])
 
     def options(self, wanted: Sequence[bool], weights: Weights, parameters: Weights) -> tuple[int, int, int]:
         """Begin a call.  Returns its helper_slots, min_helped_rows and balance_key; see csrc/protocol/ops.h.

@@ -45,6 +45,7 @@ from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transp
 from ..torch_modes import call, check_backward, check_mode, implement, requires_grad
 from .experts import Weights, as_float32, expert_of_row
 from .four_bits import FourBits
+from .guards import may_be_sharded
 from .weights import WEIGHTS
 
 if TYPE_CHECKING:
@@ -127,15 +128,17 @@ class QuantizedWeight:
     def of(self, p: Tensor, is_sharded: bool, shape: tuple[int, ...] | None = None) -> Pair:
         """Return q [L, N, K], scales, q transposed [L, K, N], and its scales.
 
-        is_sharded: FSDP gathers the weight for each forward, and hides its changes.
+        is_sharded: FSDP gathers the weight for each forward, and hides its changes.  A weight that was made
+        in inference mode has no count of changes either.  Both are quantised in each call.
         shape: L, N, K, if the weight has another shape.
         """
         weights = p if shape is None else p.detach().view(shape)
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             return quantize_fp8_weight_pair(weights)
-        version = id(p), p.data_ptr(), 0 if p.is_inference() else p._version, _num_steps
+        counts = not is_sharded and not p.is_inference()  # whether changes count, in p._version
+        version = id(p), p.data_ptr(), p._version if counts else 0, _num_steps
         memory = p.untyped_storage()
-        if self._pair is None or self._memory() is not memory or version != self._version or is_sharded:
+        if self._pair is None or self._memory() is not memory or version != self._version or not counts:
             self._pair = None  # frees the old ones first
             self._pair, self._memory = quantize_fp8_weight_pair(weights), weakref.ref(memory)
             self._version = version
@@ -244,7 +247,8 @@ def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_wei
                 return _forward(layer, x, weight, parameters, layout, num_rows,
                                 functools.partial(moe._format.expanded, moe), kernel, False)[0], layout
             up, down = moe._quantized["gate_up_proj"], moe._quantized["down_proj"]
-            pairs = up.of(moe.gate_up_proj, moe._is_sharded), down.of(moe.down_proj, moe._is_sharded)
+            is_sharded = may_be_sharded(moe)
+            pairs = up.of(moe.gate_up_proj, is_sharded), down.of(moe.down_proj, is_sharded)
         if requires_grad(x, weight, *parameters):
             return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel,
                                      moe.wgrad_dtype != E4M3), layout

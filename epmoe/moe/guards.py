@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _lock = threading.Lock()  # ranks may be threads
 _is_installed = False
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param"  # private
 
 
 def _ranks(group: ProcessGroup | None) -> set[int]:
@@ -91,11 +92,12 @@ def _check_trained(ddp: DistributedDataParallel) -> None:
 
     It averages those that required gradients when it was made: _noting_averaged keeps them.
     """
-    averaged, ignored = ddp.__dict__.get("_epmoe_averaged"), set(ddp.parameters_to_ignore)
-    if averaged is None:  # it was made before torch was wrapped
+    ignored = set(ddp.parameters_to_ignore)  # names: parameters may be replaced
+    known = ddp.__dict__.get("_epmoe_known")
+    if known is None:  # it was made before torch was wrapped
         return
     if new := [name for name, p in ddp.module.named_parameters()
-               if p.requires_grad and name not in ignored and id(p) not in averaged]:
+               if p.requires_grad and name not in ignored and id(p) not in known]:
         raise RuntimeError(f"{new[0]} did not require a gradient when DistributedDataParallel was made, so "
                            f"it does not average that of the ranks: make a new DistributedDataParallel "
                            f"after set_lora, set_adapter or requires_grad_")
@@ -145,6 +147,11 @@ def check_sharded(moe: EPMoE, name: str, value: DTensor) -> None:
     learn_mesh(moe, mesh)
 
 
+def may_be_sharded(moe: EPMoE) -> bool:
+    """Whether FSDP2 shards the parameters of a module, or may: nothing tells with EPMOE_WRAP_TORCH=0."""
+    return moe._is_sharded or not _may_wrap() and _FSDP in sys.modules
+
+
 def check_flat(moe: EPMoE) -> None:
     """Raise RuntimeError if a tensor of the experts of `moe` is a part of the flat parameter of FSDP1."""
     held = (t for root in shards.roots(moe) for _, m in shards.modules_below(root)
@@ -189,7 +196,7 @@ def install_fsdp() -> None:
 
     Its module takes seconds to import, so this does nothing where it is not imported.
     """
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param"), "FSDPParam", None)
+    sharded = getattr(sys.modules.get(_FSDP), "FSDPParam", None)
     with _lock:
         if sharded is not None and _may_wrap() and not hasattr(sharded.__init__, "__wrapped__"):
             sharded.__init__ = _without_experts(sharded.__init__)
@@ -302,12 +309,18 @@ def _of_all_ranks(find_infinities: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noting_averaged(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method of DistributedDataParallel that chooses which gradients it averages."""
+    """Wrap the method of DistributedDataParallel that chooses which gradients it averages.
+
+    _epmoe_known: The ids of the parameters that it averages or was told to ignore.
+    """
 
     @functools.wraps(build)
     def wrapper(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         parameters, *others = build(self, *args, **kwargs)
-        self.__dict__["_epmoe_averaged"] = {id(p) for p in parameters}
+        # Wrappers such as peft's give a parameter another name during a call.
+        ignored = [p for name, p in self.module.named_parameters(remove_duplicate=False)
+                   if name in self.parameters_to_ignore]
+        self.__dict__["_epmoe_known"] = {id(p) for p in (*parameters, *ignored)}
         return parameters, *others
 
     return wrapper

@@ -31,6 +31,7 @@ from ..comm import validation
 from ..comm.device import integer
 from ..torch_modes import writing
 from .lora_products import CopiedFactors
+from .guards import may_be_sharded
 from .shards import fsdp_shards, is_dtensor, joined, tensors, to_first
 from .weights import WEIGHTS
 
@@ -138,7 +139,7 @@ class State:
         """Return the factors of `mixed`, as the parameters are now."""
         if self.copied is None or not self.copied.fits(moe):
             self.copied = CopiedFactors(moe, self.adapters(moe))
-        self.copied.update(always=moe._is_sharded)  # FSDP2 fills parameters and counts no version
+        self.copied.update(always=may_be_sharded(moe))  # FSDP2 fills parameters and counts no version
         return self.copied
 
 

@@ -386,10 +386,11 @@ class CopiedFactors:
     def update(self, always: bool = False) -> None:
         """Copy the factors, if a program has written to one since the last time, or given it other memory.
 
-        always: copy them in any case.
+        always: copy them in any case, as also those that were made in inference mode, which count no writes.
         """
-        versions = [(p.data_ptr(), 0 if p.is_inference() else p._version)
-                    for adapter in self.adapters for p in adapter.parameters()]
+        params = [p for adapter in self.adapters for p in adapter.parameters()]
+        always = always or any(p.is_inference() for p in params)
+        versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in params]
         on_gpu = self._device.type == "cuda"
         captures = on_gpu and torch.cuda.is_current_stream_capturing()
         if versions == self._versions and not always:

@@ -710,6 +710,8 @@ class EPMoE(nn.Module):
             torch.Size([2, 3, 16])
             >>> moe.finalize()
         """
+        if self._balancer is not None and not torch.compiler.is_compiling():
+            self._balancer.forget(self)  # first: all ranks do it, whatever happens to one of them
         has_adapter = self._lora is not None and lora.is_active(self)
         if (self._weight_gradients is not None or self.computes_fp8 or has_adapter) and (
                 torch.compiler.is_compiling()):
@@ -864,7 +866,7 @@ class EPMoE(nn.Module):
                 if self._records_stats:
                     self._count(counts)
                 return y, None
-            balancer = None if of_call is not None or self._is_sharded else self._balancer
+            balancer = None if of_call is not None or guards.may_be_sharded(self) else self._balancer
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched,
                                    scales, of_call, balancer)
         if self.computes_fp8:
