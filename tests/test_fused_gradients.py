@@ -126,6 +126,34 @@ def test_fused_gradients_of_rows_after_the_first_m(ranks, fused):
             assert gain.isfinite().all() and not after.any() and is_finite
 
 
+@pytest.mark.parametrize("capacity", [None, "roomy"])
+def test_fused_second_derivatives(ranks, capacity):
+    """The first backward reads rows and products that the operators have saved: they have gradients, too."""
+    case = Experts(capacity=capacity, activation=None, bias=False)
+
+    def run(world, device):
+        seen = []
+        for fused in (False, True):
+            op = make_op(world, device, case, StagedOp, fused=fused)
+            poison_staging(op)
+            t = tensors(case, world.rank, world.size, device)
+            leaves = [v.detach().clone().requires_grad_() for v in (t.x, t.weight, t.w1, t.w2)]
+            x, weight, w1, w2 = leaves
+            h, row_weight, layout = op.mega_dispatch_group_gemm(x, t.idx, None, w1, weight)
+            y = op.mega_group_gemm_combine(h, w2, layout, row_weight).float()
+            first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+            norm = sum((g.float() / g.detach().abs().max().float()).square().sum() for g in first)
+            seen.append([g.cpu() for g in torch.autograd.grad(norm, leaves)])
+            op.synchronize()
+            op.finalize()
+        return seen
+
+    for rank, (stages, fused) in enumerate(ranks(run)):
+        for name, want, got in zip(("x", "weight", "w1", "w2"), stages, fused):
+            want, got = want.double(), got.double()
+            assert want.norm() > 0 and (got - want).norm() <= 2**-6 * want.norm(), f"rank {rank}: {name}"
+
+
 def test_fused_gradients_of_unused_weights(ranks):
     """Dispatch sends the weights, but combine does not use them: their gradient is None or 0."""
     case = Experts(bias=False, activation=None)

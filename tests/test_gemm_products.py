@@ -194,3 +194,20 @@ def test_gemm_bias_gradient_is_of_the_rows_of_experts(ranks):
     y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias)
     y.backward(torch.ones_like(y))
     assert bias.grad[:, 0].tolist() == [3, 2] and (bias.grad == bias.grad[:, :1]).all()
+
+
+def test_gemm_second_derivative_without_rows(ranks):
+    """A rank whose experts got no rows takes part in the second backward of the others."""
+
+    def run(world, device):
+        shapes = (0, 16), (2, 8, 16), (2, 8)
+        leaves = [torch.ones(shape, device=device, requires_grad=True) for shape in shapes]
+        x, weight, bias = leaves
+        counts = torch.zeros(2, dtype=torch.int64, device=device)
+        y = epmoe.grouped_gemm(x, weight, counts, bias=bias, activation="gelu")
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(t.square().sum() for t in first), leaves, materialize_grads=True)
+        return [(tuple(t.shape), t.count_nonzero().item()) for t in (*first, *second)]
+
+    for found in ranks(run):
+        assert found == [((0, 16), 0), ((2, 8, 16), 0), ((2, 8), 0)] * 2

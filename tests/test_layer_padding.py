@@ -113,6 +113,41 @@ def test_layer_padding_gradients(ranks, size, options):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=f"rank {rank}: {name}")
 
 
+@pytest.mark.parametrize("options", [{"expert_alignment": 8}, {"expert_alignment": 8, "capacity": 64},
+                                     {"expert_capacity": 24}, {"capacity": 40}], ids=str)
+def test_layer_padding_has_no_gradient(ranks, options):
+    """Padding rows and their weights may hold anything in combine.  Their gradients are zero."""
+
+    def run(world, device):
+        case, found = Case(num_local=2, topk=2, max_tokens=5, dtype=torch.float32), []
+        layer = make_layer(world, device, case, **options)
+        g = torch.Generator().manual_seed(world.rank)
+        x, weight = torch.randn(5, 16, generator=g).to(device), torch.rand(5, 2, generator=g).to(device)
+        idx = torch.randint(0, case.num_local * world.size, (5, 2), generator=g).to(device)
+        rows, row_weight, layout = layer.dispatch(x, idx, weight)
+        offsets, counts = layout.expert_offsets.tolist(), layout.unpadded_tokens_per_expert.tolist()
+        is_padding = torch.ones(len(rows), dtype=torch.bool, device=device)
+        for first, count in zip(offsets, counts):
+            is_padding[first:first + count] = False
+        for holder in (rows, row_weight):
+            before = holder.clone()
+            holder[is_padding] = torch.nan
+            leaves = [rows.clone().requires_grad_(), row_weight.clone().requires_grad_()]
+            grads = torch.autograd.grad(layer.combine(leaves[0], layout, leaves[1]).square().sum(), leaves)
+            found += [(t[is_padding].count_nonzero().item(), t.isfinite().all().item(),
+                       is_padding.any().item()) for t in grads]
+            holder.copy_(before)
+        layer.synchronize()
+        layer.finalize()
+        return found
+
+    found = ranks(run)
+    assert any(padded for of_rank in found for *_, padded in of_rank)
+    for rank, of_rank in enumerate(found):
+        for count, is_finite, _ in of_rank:
+            assert count == 0 and is_finite, f"rank {rank}: {of_rank}"
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_layer_padding_host_counts(ranks, size):
     """The list is read with M, is kept when the buffer has a newer plan, and is right without the option."""

@@ -256,21 +256,36 @@ def _combine_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor
 def _weigh(ctx: Any, plan: Tensor, g: Tensor, rows: Tensor,
            row_weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of rows and of their weights.  Nobody knows whether an operation follows."""
-    d_weight = _weight_gradient(layer_of(ctx.layer), plan, g, rows) if ctx.needs_input_grad[1] else None
-    return (g * row_weight[:, None]).to(g.dtype), d_weight
+    layer = layer_of(ctx.layer)
+    d_weight = _weight_gradient(layer, plan, g, rows) if ctx.needs_input_grad[1] else None
+    weighted = (g * row_weight[:, None]).to(g.dtype)
+    exists = _existing(layer, plan, g.shape[0])
+    return weighted if exists is None else weighted.where(exists[:, None], 0), d_weight
+
+
+def _existing(layer: EPAll2AllLayer, plan: Tensor, num_rows: int) -> Tensor | None:
+    """Return which of the rows came from a token, [num_rows] bool, or None: all.
+
+    The others are padding, or after row M of a layer with a capacity.  They have no gradient, whatever they
+    hold.
+    """
+    if layer.capacity is None and layer.expert_alignment == 1:
+        return None
+    num, first = layer.num_local_experts, layer.rank * layer.num_local_experts
+    offsets = expert_offsets(layer, plan)
+    counts = plan.narrow(0, layer._plan_front["counts"], layer.world_size * layer.num_experts)
+    filled = counts.view(layer.world_size, -1).narrow(1, first, num).sum(0)
+    row = torch.arange(num_rows, device=plan.device, dtype=torch.int32)
+    expert = torch.searchsorted(offsets[1:], row, right=True)  # L after the last expert's rows
+    known = expert.clamp(max=num - 1)
+    return (expert < num) & (row - offsets[known] < filled[known])
 
 
 def _weight_gradient(layer: EPAll2AllLayer, plan: Tensor, g: Tensor, rows: Tensor) -> Tensor:
-    """Return the gradient of the weights of rows [M] float32, where g is that of the weighted rows.
-
-    Of a layer with a capacity, the tensors have more rows than there are.  Those have no gradient, whatever
-    they hold.
-    """
+    """Return the gradient of the weights of rows [M] float32, where g is that of the weighted rows."""
     dots = row_dots(g, rows)
-    if layer.capacity is None:
-        return dots
-    exists = torch.arange(len(dots), device=dots.device) < expert_offsets(layer, plan)[-1]
-    return dots.where(exists, 0)
+    exists = _existing(layer, plan, dots.shape[0])
+    return dots if exists is None else dots.where(exists, 0)
 
 
 record_gradient(lib, "dispatch", _save_dispatch, _dispatch_backward)
@@ -355,26 +370,37 @@ def _save_dispatch_gemm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.num_tokens = x.shape[0]
     ctx.has_weight = weight is not None
     ctx.deferred_wgrad = deferred_wgrad_of(gemm_weight)
+    ctx.set_materialize_grads(False)  # only a second derivative has a gradient of the rows
+    ctx.shape = output[0].shape
     ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
 
 
-def _dispatch_gemm_backward(ctx: Any, d_out: Tensor, d_rows: Tensor, d_row_weight: Tensor,
-                            _: Any) -> tuple[Tensor | None, ...]:
-    plan, gemm_weight, rows, recv = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_COMBINE, d_out)
+def _dispatch_gemm_backward(ctx: Any, d_out: Tensor | None, of_rows: Tensor | None,
+                            d_row_weight: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x and the weights.
+
+    of_rows: In a second derivative, the gradient of the received rows.  The first backward has saved them.
+    """
+    grad = next((g for g in (d_out, of_rows, d_row_weight) if g is not None), None)
+    plan, gemm_weight, rows, recv = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_COMBINE, grad)
     layer: EpAll2AllFusedOp = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan):
         if ctx.activation[0]:
             raise RuntimeError("dispatch_gemm with an activation has no backward: apply the activation after "
                                "it")
-        check_mode(d_out, d_row_weight, gemm_weight, may_batch=True)
+        check_mode(d_out, of_rows, d_row_weight, gemm_weight, may_batch=True)
         offsets = expert_offsets(layer, plan)
-        d_out = d_out.contiguous()
+        d_out = rows.new_zeros(ctx.shape) if d_out is None else d_out.contiguous()
+        if d_row_weight is None:
+            d_row_weight = rows.new_zeros(ctx.shape[0], dtype=torch.float32)
         d_gemm_weight = None
         if ctx.needs_input_grad[4]:
             d_gemm_weight = gradient_of(ctx.deferred_wgrad, d_out, rows, offsets)
         d_rows = gemm(d_out, gemm_weight, offsets, None, None, None, None, DGRAD, as_kernel(None), False,
                       None)
+        if of_rows is not None:
+            d_rows = d_rows + of_rows
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
         num_tokens = ctx.num_tokens * layer._copies
         dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
@@ -388,18 +414,26 @@ def _save_gemm_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     check_gradient(a_scale)
     ctx.has_weight = row_weight is not None
     ctx.num_rows = a.shape[0]
+    ctx.set_materialize_grads(False)  # only a second derivative has a gradient of the products
+    ctx.shape = output[0].shape
     ctx.deferred_wgrad = deferred_wgrad_of(gemm_weight)
     ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
 
 
-def _gemm_combine_backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    plan, a, gemm_weight, *weighted = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_DISPATCH, d_out)
+def _gemm_combine_backward(ctx: Any, d_out: Tensor | None,
+                           of_rows: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a and the weights.
+
+    of_rows: In a second derivative, the gradient of the products.  The first backward has saved them.
+    """
+    grad = of_rows if d_out is None else d_out
+    plan, a, gemm_weight, *weighted = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_DISPATCH, grad)
     layer: EpAll2AllFusedOp = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     d_weight = None
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
-        check_mode(d_out, a, gemm_weight, *weighted, may_batch=True)
-        d_out = d_out.contiguous()
+        check_mode(d_out, of_rows, a, gemm_weight, *weighted, may_batch=True)
+        d_out = a.new_zeros(ctx.shape) if d_out is None else d_out.contiguous()
         g, *_ = torch.ops.epmoe.dispatch(d_out, None, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
     # The layer's next operation of this backward is a combine; there is none without a gradient of the rows.
     calls_combine = ctx.needs_input_grad[0]
@@ -408,6 +442,8 @@ def _gemm_combine_backward(ctx: Any, d_out: Tensor, _: Any) -> tuple[Tensor | No
             rows, row_weight = weighted
             d_weight = _weight_gradient(layer, plan, g, rows) if ctx.needs_input_grad[5] else None
             g = (g * row_weight[:, None]).to(g.dtype)
+        if of_rows is not None:
+            g = g + of_rows
         offsets = expert_offsets(layer, plan)
         da = None
         d_gemm_weight = None

@@ -397,7 +397,9 @@ def add_bias(y: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     # In float32 and rounded once.  So is the gradient of the bias, a sum over all rows of its expert.
     wide = F.pad(bias.to(torch.promote_types(y.dtype, torch.float32)), (0, 0, 0, 1))
     # The backward of wide[expert] gives the same sums, but adds the rows of an expert one after the other.
-    return (y + F.embedding(expert, wide)).to(y.dtype)
+    # That of F.embedding does not, but torch has no second derivative of it if there are no rows.
+    is_empty = not torch.compiler.is_compiling() and len(y) == 0
+    return (y + (wide[expert] if is_empty else F.embedding(expert, wide))).to(y.dtype)
 
 
 # Its result is a tensor, or a tuple of two if out_dtype is FP8. "| Any" spares callers a check for the tuple.
