@@ -710,8 +710,6 @@ class EPMoE(nn.Module):
             torch.Size([2, 3, 16])
             >>> moe.finalize()
         """
-        if self._balancer is not None and not torch.compiler.is_compiling():
-            self._balancer.forget(self)  # first: all ranks do it, whatever happens to one of them
         has_adapter = self._lora is not None and lora.is_active(self)
         if (self._weight_gradients is not None or self.computes_fp8 or has_adapter) and (
                 torch.compiler.is_compiling()):
@@ -721,6 +719,8 @@ class EPMoE(nn.Module):
         path = None if self.computes_fp8 or has_no_room and decode is None else decoding.path_of(
             layer, decode, (self._format.has_gradients or has_adapter) and not mixed)
         try:
+            if self._balancer is not None and not torch.compiler.is_compiling():
+                self._balancer.forget(self)  # first: all ranks do it, whatever happens to one of them
             ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
             if ddp is not None and id(ddp) != self._checked_ddp:
                 self._check_ddp(ddp)
@@ -856,6 +856,9 @@ class EPMoE(nn.Module):
             of_call = None
             if at_once and adapter is not None:
                 of_call = lora_products.LoraOfCall.of_adapter(self, adapter)
+            balancer = self._balancer if of_call is None else None
+            if balancer is not None and guards.may_be_sharded(self):
+                balancer = None
         except Exception as error:
             first = _C.OP_LL_DISPATCH if isinstance(layer, LowLatencyAll2All) else _C.OP_PLAN
             layer._propagate(first, error, 0)
@@ -866,7 +869,6 @@ class EPMoE(nn.Module):
                 if self._records_stats:
                     self._count(counts)
                 return y, None
-            balancer = None if of_call is not None or guards.may_be_sharded(self) else self._balancer
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched,
                                    scales, of_call, balancer)
         if self.computes_fp8:
