@@ -25,7 +25,7 @@ class _Config(tuple[int, ...]):
 
 CONFIG_FIELDS: Final[tuple[str, ...]]
 SPANS: Final[tuple[str, ...]]  # the names of EpSpan from number 1 on
-# (name, is_gated, has_numbers) of each EpActivation, in the order of their numbers
+# (name, is_gated, has_numbers) of each EpActivationKind, in the order of the kinds
 ACTIVATIONS: Final[tuple[tuple[str, bool, bool], ...]]
 TRACE_WARPS: Final[int]  # warps of a CTA that the profiler records
 
@@ -277,6 +277,6 @@ def wgrad_fp8(
     offsets: Tensor,
     tile_counter: Tensor | None,
     out: Tensor,
-    alpha: float,
+    scale: float,
     /,
 ) -> None: ...

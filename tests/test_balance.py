@@ -146,13 +146,18 @@ def interleaved(world, device, balance=BALANCE):
     return seen, grads
 
 
-def test_slots_are_restored_for_backwards(ranks):
-    for balanced, other in pairs(ranks, interleaved):
-        for mine, its in zip(balanced[0], other[0]):
+def check_steps(ranks, run):
+    """With balance and without: the same results, and gradients of parameters within rounding."""
+    for (balanced, grads), (other, other_grads) in pairs(ranks, run):
+        for mine, its in zip(balanced, other):
             for name in its:
                 same_bits(mine[name], its[name], name)
-        for name, its in other[1].items():
-            assert (balanced[1][name] - its).abs().max() <= 2**-5 * its.abs().max(), name
+        for name, its in other_grads.items():
+            assert (grads[name] - its).abs().max() <= 2**-5 * its.abs().max(), name
+
+
+def test_slots_are_restored_for_backwards(ranks):
+    check_steps(ranks, interleaved)
 
 
 def restores(world, device):
@@ -182,7 +187,7 @@ def test_weights_travel_again_only_if_the_slots_were_written(ranks):
 
 
 def apart(world, device, balance=BALANCE):
-    """Backwards after calls that are refused, or watched, on rank 0 only."""
+    """Backwards after calls that rank 0 refuses, or that a counter of operations watches there only."""
     moe, seen = make(world, device, balance=balance, rank_invariant=True), []
     for way in ("refused", "watched"):
         pending = forward(moe, 0)
@@ -203,12 +208,7 @@ def apart(world, device, balance=BALANCE):
 
 
 def test_backwards_after_calls_that_differ_between_ranks(ranks):
-    for balanced, other in pairs(ranks, apart):
-        for mine, its in zip(balanced[0], other[0]):
-            for name in its:
-                same_bits(mine[name], its[name], name)
-        for name, its in other[1].items():
-            assert (balanced[1][name] - its).abs().max() <= 2**-5 * its.abs().max(), name
+    check_steps(ranks, apart)
 
 
 def sharing(world, device, balance=BALANCE):

@@ -224,7 +224,7 @@ def test_fp8_quantize_module_checks_what_it_gets():
             (dict(x=x.double()), TypeError, "float64"), (dict(x=x[0]), ValueError, "2 dimensions"),
             (dict(activation=(2, 0, 0)), ValueError, "size 512"),
             (dict(activation=(99, 0, 0)), ValueError, "99"),
-            (dict(activation=(0.5, 0, 0)), ValueError, "no such kind"),
+            (dict(activation=(0.5, 0, 0)), ValueError, "must be a whole number"),
             (dict(activation=2), TypeError, "its kind and 2 numbers"),
             (dict(activation=(2, 0)), TypeError, "its kind and 2 numbers"),
             (dict(q=q[:2]), ValueError, "size 3"), (dict(scales=scales[:1]), ValueError, "size 2"),

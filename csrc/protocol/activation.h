@@ -15,8 +15,8 @@
  *            numbers of EpActivation
  *
  * NONE, GELU, SWIGLU and GPT_OSS are compiled into kernels of their own. The others share kernels: those with
- * gates EP_ACT_ANY_GATE, those without EP_ACT_ANY_UNGATED. A shared kernel reads the kind at run
- * time. A new activation without gates becomes the last row. */
+ * gates EP_ACT_ANY_GATE, those without EP_ACT_ANY_UNGATED. A shared kernel reads the kind at run time.
+ * A new activation without gates becomes the last row. */
 #define EP_ACT_GIVEN 0.0f
 #define EP_ACT_OF_TANH 1.59576912f /* 2 * sqrt(2 / pi) */
 #define EP_ACTIVATIONS(X)                                                                     \

@@ -135,8 +135,8 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, gemm_scale)         \
     X(S, OPTIONAL, bias)               \
     X(S, OWN_OUT, out)                 \
-    X(S, OWN_OUT_OPTIONAL, saved)       \
-    X(S, ACTIVATION, activation) \
+    X(S, OWN_OUT_OPTIONAL, saved)      \
+    X(S, ACTIVATION, activation)       \
     X(S, U32, requires_grad)           \
     X(S, U32, kind)                    \
     X(S, AWAITS, awaits_rows)
@@ -256,7 +256,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, tag)                      \
     X(S, OWN_OUT_OPTIONAL, row_tag)          \
     X(S, U32, adapter_columns)               \
-    X(S, ACTIVATION, activation) \
+    X(S, ACTIVATION, activation)             \
     X(S, U32, requires_grad)                 \
     X(S, U32, helper_slots)                  \
     X(S, U32, min_helped_rows)               \

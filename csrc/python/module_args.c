@@ -107,8 +107,8 @@ bool ep_get_activation(PyObject *o, EpActivation *out) {
         if (!is_read) return false;
         if (i) *numbers[i - 1] = (float)number;
     }
-    if (!(kind >= 0 && kind < EP_NUM_ACTIVATIONS && kind == (uint32_t)kind))
-        return PyErr_Format(PyExc_ValueError, "activation %R: there is no such kind", o), false;
+    if (!(kind >= 0 && kind <= UINT32_MAX && kind == (uint32_t)kind))
+        return PyErr_Format(PyExc_ValueError, "activation %R: its kind must be a whole number", o), false;
     out->kind = (uint32_t)kind;
     return true;
 }

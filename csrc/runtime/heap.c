@@ -136,7 +136,8 @@ int ep_heap_close(EpHeap *h) {
      * again. */
     h->closed = !code || ep_world_check(h->world) != 0;
     if (!code && h->kind == EP_CUDA) code = give_memory_back(h);
-    /* On the CPU the memory stays until the heap is released. Its place in the world does not. */
+    /* On the CPU the memory stays until the heap is released. Its place among the buffers that the world
+     * watches is freed here. */
     if (!code && h->kind == EP_CPU) ep_world_unwatch(h->world, &h->control);
     ep_world_leave_call(h->world, record, code);
     return code ? code : synced;

@@ -12,7 +12,7 @@ from .. import _C
 from ..comm.device import capabilities, integer
 from ..comm.heap import SymmetricHeap
 from ..comm.error_propagation import reported_after_plan
-from ..gemm.activations import Activation, Kernel, activate, as_kernel, is_mixed, out_columns
+from ..gemm.activations import Activation, Kernel, activate, as_kernel, has_gates_first, out_columns
 from ..gemm.grouped import (FORWARD, FP8_BLOCK, add_bias, aligned, check_activation,
                             grouped_gemm, is_transposed)
 from ..gemm.quantize import quantize_fp8
@@ -441,9 +441,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                       is_first: bool = True) -> bool:
         """The same for weights in FP8.  is_first: they multiply the rows that dispatch brings."""
         n, k = map(operator.index, gemm_weight.shape[1:])
-        kernel = as_kernel(activation)
-        has_split_gates = out_columns(2, kernel) == 1 and not is_mixed(kernel)
-        return _shares_launch(self.id, n, k, n if is_first else 0, True, has_split_gates)
+        return _shares_launch(self.id, n, k, n if is_first else 0, True,
+                              has_gates_first(as_kernel(activation)))
 
     # ---- checks ----
 

@@ -603,7 +603,7 @@ class EPAll2AllLayer(CollectiveLayer):
                     raise TypeError("exp_indices is None: pass them, or the layout of an earlier preprocess "
                                     "or dispatch")
                 is_matrix = isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2
-                # To a compiler these may be numbers of the run: then the operator checks them.
+                # Under torch.compile the sizes may be symbolic: the operator checks them when the graph runs.
                 if is_matrix and not torch.compiler.is_compiling() and (
                         exp_indices.shape[0] != input.shape[0]):
                     raise ValueError(f"input has {input.shape[0]} tokens, but exp_indices has "
@@ -639,7 +639,7 @@ class EPAll2AllLayer(CollectiveLayer):
             return t
         if t.dim() != 2 or t.shape[1] != self._copies:
             raise ValueError(f"{name}: wanted shape [*, {self._copies}], got {list(t.shape)}")
-        if not torch.compiler.is_compiling() and t.shape[0] > most:  # else the operator checks it
+        if not torch.compiler.is_compiling() and t.shape[0] > most:  # in compiled code the operator checks it
             raise ValueError(f"{name} has {t.shape[0]} tokens: must be at most {most}; see max_tokens")
         return t.reshape(-1, 1)
 

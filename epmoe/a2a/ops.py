@@ -256,10 +256,9 @@ def _combine_backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor
 def _weigh(ctx: Any, plan: Tensor, g: Tensor, rows: Tensor,
            row_weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of rows and of their weights.  Nobody knows whether an operation follows."""
-    layer = layer_of(ctx.layer)
-    d_weight = _weight_gradient(layer, plan, g, rows) if ctx.needs_input_grad[1] else None
+    exists = _existing(layer_of(ctx.layer), plan, g.shape[0])
+    d_weight = _weight_gradient(g, rows, exists) if ctx.needs_input_grad[1] else None
     weighted = (g * row_weight[:, None]).to(g.dtype)
-    exists = _existing(layer, plan, g.shape[0])
     return weighted if exists is None else weighted.where(exists[:, None], 0), d_weight
 
 
@@ -281,10 +280,9 @@ def _existing(layer: EPAll2AllLayer, plan: Tensor, num_rows: int) -> Tensor | No
     return (expert < num) & (row - offsets[known] < filled[known])
 
 
-def _weight_gradient(layer: EPAll2AllLayer, plan: Tensor, g: Tensor, rows: Tensor) -> Tensor:
+def _weight_gradient(g: Tensor, rows: Tensor, exists: Tensor | None) -> Tensor:
     """Return the gradient of the weights of rows [M] float32, where g is that of the weighted rows."""
     dots = row_dots(g, rows)
-    exists = _existing(layer, plan, dots.shape[0])
     return dots if exists is None else dots.where(exists, 0)
 
 
@@ -379,7 +377,7 @@ def _dispatch_gemm_backward(ctx: Any, d_out: Tensor | None, of_rows: Tensor | No
                             d_row_weight: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     """Return the gradients of x and the weights.
 
-    of_rows: In a second derivative, the gradient of the received rows.  The first backward has saved them.
+    of_rows: In a second derivative, the gradient of the received rows, which the first backward reads.
     """
     grad = next((g for g in (d_out, of_rows, d_row_weight) if g is not None), None)
     plan, gemm_weight, rows, recv = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_COMBINE, grad)
@@ -424,7 +422,7 @@ def _gemm_combine_backward(ctx: Any, d_out: Tensor | None,
                            of_rows: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of a and the weights.
 
-    of_rows: In a second derivative, the gradient of the products.  The first backward has saved them.
+    of_rows: In a second derivative, the gradient of the products, which the first backward reads.
     """
     grad = of_rows if d_out is None else d_out
     plan, a, gemm_weight, *weighted = saved_tensors(ctx, layer_of(ctx.layer), _C.OP_DISPATCH, grad)
@@ -440,7 +438,8 @@ def _gemm_combine_backward(ctx: Any, d_out: Tensor | None,
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
         if ctx.has_weight:
             rows, row_weight = weighted
-            d_weight = _weight_gradient(layer, plan, g, rows) if ctx.needs_input_grad[5] else None
+            if ctx.needs_input_grad[5]:
+                d_weight = _weight_gradient(g, rows, _existing(layer, plan, g.shape[0]))
             g = (g * row_weight[:, None]).to(g.dtype)
         if of_rows is not None:
             g = g + of_rows

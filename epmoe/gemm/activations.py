@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import _C
+from ..torch_modes import constant_for_dynamo
 
 
 class GptOss(NamedTuple):
@@ -205,13 +206,9 @@ KERNELS: dict[str | None, Kernel] = {name: (kind, *(gpt_oss_numbers(name) or (0.
                                      for kind, name in _NAMES.items() if kind not in _SWIGLU_KINDS}
 
 
+@constant_for_dynamo  # else the numbers would be inputs of its graph
 def _of_name(name: str | None) -> Kernel | None:
     return KERNELS.get(name)
-
-
-# To a compiler the result is a constant. Else the numbers would be inputs of its graph. Private: that is what
-# torch.compiler.assume_constant_result does, which also imports the compiler. That takes seconds.
-_of_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def as_kernel(activation: Activation | None) -> Kernel:
@@ -276,11 +273,11 @@ def out_columns(columns: int, kernel: Kernel) -> int:
         >>> out_columns(8, as_kernel("swiglu")), out_columns(8, as_kernel(None))
         (4, 8)
     """
-    return columns // 2 if kernel[0] in _GATED_KINDS else columns
+    return columns // 2 if has_gates(kernel) else columns
 
 
-def is_mixed(kernel: Kernel) -> bool:
-    """Return whether gates and ups alternate.
+def has_gates(kernel: Kernel) -> bool:
+    """Return whether half of the columns of a product are gates.
 
     Args:
         kernel: What as_kernel returns.
@@ -289,8 +286,25 @@ def is_mixed(kernel: Kernel) -> bool:
         True or False.
 
     Examples:
-        >>> from epmoe.gemm.activations import as_kernel, is_mixed
-        >>> is_mixed(as_kernel("gpt_oss"))
-        True
+        >>> from epmoe.gemm.activations import as_kernel, has_gates
+        >>> has_gates(as_kernel("swiglu")), has_gates(as_kernel("relu2"))
+        (True, False)
     """
-    return kernel[0] == _GPT_OSS
+    return kernel[0] in _GATED_KINDS
+
+
+def has_gates_first(kernel: Kernel) -> bool:
+    """Return whether all gates come before the ups.  In the other gated activations they alternate.
+
+    Args:
+        kernel: What as_kernel returns.
+
+    Returns:
+        True or False.
+
+    Examples:
+        >>> from epmoe.gemm.activations import as_kernel, has_gates_first
+        >>> has_gates_first(as_kernel("swiglu")), has_gates_first(as_kernel("gpt_oss"))
+        (True, False)
+    """
+    return has_gates(kernel) and kernel[0] != _GPT_OSS

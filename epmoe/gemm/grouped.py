@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement, mark_written, record_gradient, requires_grad
-from .activations import Activation, Kernel, activate, activation_of, as_kernel, is_mixed, out_columns
+from .activations import (Activation, Kernel, activate, activation_of, as_kernel, has_gates, has_gates_first,
+                          out_columns)
 from .four_bit import dequantize, format_of
 from .weight_gradients import gradient_of, deferred_wgrad_of
 
@@ -130,8 +131,7 @@ def has_kernel(a: Tensor, b: Tensor) -> bool:
 def _fits_four_bits(a: Tensor, num_columns: int, activation: Kernel) -> bool:
     """Whether the kernels of a device multiply weights of 4 bits with so many columns."""
     # each half has whole tiles
-    is_halved = out_columns(2, activation) == 1 and not is_mixed(activation)
-    return num_columns % (128 if is_halved and a.device.type == "cuda" else 64) == 0
+    return num_columns % (128 if has_gates_first(activation) and a.device.type == "cuda" else 64) == 0
 
 
 def tile_counter(a: Tensor) -> Tensor | None:
@@ -279,7 +279,7 @@ def check_activation(activation: Activation | None, num_columns: int) -> Kernel:
     Raises ValueError for an unknown activation, or a gated one with an odd number of columns.
     """
     kernel = as_kernel(activation)
-    if out_columns(2, kernel) == 1 and num_columns % 2:
+    if has_gates(kernel) and num_columns % 2:
         raise ValueError(f"activation {activation!r}: needs an even number of weight rows, got {num_columns}")
     return kernel
 
@@ -396,8 +396,8 @@ def add_bias(y: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     expert = (torch.searchsorted(offsets, row, right=True) - 1) % (len(bias) + 1)
     # In float32 and rounded once.  So is the gradient of the bias, a sum over all rows of its expert.
     wide = F.pad(bias.to(torch.promote_types(y.dtype, torch.float32)), (0, 0, 0, 1))
-    # The backward of wide[expert] gives the same sums, but adds the rows of an expert one after the other.
-    # That of F.embedding does not, but torch has no second derivative of it if there are no rows.
+    # wide[expert] has the same gradient, but its backward adds the rows of an expert one after the other. So
+    # F.embedding is taken, except for no rows: torch then fails in its second derivative.
     is_empty = not torch.compiler.is_compiling() and len(y) == 0
     return (y + (wide[expert] if is_empty else F.embedding(expert, wide))).to(y.dtype)
 

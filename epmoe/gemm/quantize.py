@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _C
 from ..comm.device import capabilities
 from ..torch_modes import call, check_mode, implement
-from .activations import Activation, Kernel, activate, activation_of, as_kernel, out_columns
+from .activations import Activation, Kernel, activate, activation_of, as_kernel, has_gates, out_columns
 from .grouped import FP8_BLOCK as BLOCK, aligned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -138,7 +138,7 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tens
     """
     _check_input(x, 2, "rows [M, K]")
     kernel = as_kernel(activation)
-    if out_columns(2, kernel) == 1 and x.shape[1] % 2:
+    if has_gates(kernel) and x.shape[1] % 2:
         raise ValueError(f"activation {activation!r}: wanted as many gates as ups in a row, got rows of "
                          f"{x.shape[1]} numbers")
     if num_rows is not None:

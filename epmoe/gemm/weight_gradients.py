@@ -271,8 +271,8 @@ def _watch(gradients: WeightGradients) -> None:
 def check_no_delay(parameters: Iterable[Tensor], use: str, before: str) -> None:
     """Raise RuntimeError if gradients of parameters wait for backward_dw.
 
-    use: what the program does with the gradients, for the error; before: before what it should have called
-    backward_dw.
+    use, before: Parts of the error's text: what the program does with the gradients, and the call that must
+    come after backward_dw().
     """
     factors = [f for g in list(_delaying) for _, fs in list(g.pending) for f in fs]
     waiting = {id(f.deferred_wgrad.parameter) for f in factors}
@@ -281,6 +281,9 @@ def check_no_delay(parameters: Iterable[Tensor], use: str, before: str) -> None:
                            f"each backward pass before {before}")
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    check_no_delay((p for group in optimizer.param_groups for p in group["params"]),
-                   "an optimizer makes a step", "the step")
+    check_no_delay(parameters_of(optimizer), "an optimizer makes a step", "the step")

@@ -132,8 +132,8 @@ def dispatch(group, x, idx, weight, num_experts, **options):
     try:
         return known[-1].dispatch(x, idx, weight)
     except Exception as error:
-        # These are raised on all ranks. Whatever else happens to one, the others get a PeerError, and wait
-        # for it in the exchange.
+        # These are raised on all ranks. Any other error is of one rank. The others get a PeerError, and wait
+        # for this rank in _most_tokens.
         if isinstance(error, (EpIndexError, EpMismatch, EpOverflow, EpTimeout, PeerDied)):
             raise
         most = _most_tokens(world, num_tokens)

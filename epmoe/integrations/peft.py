@@ -389,7 +389,7 @@ def _forget(model, experts, adapter_name):
             lora.remove(moe, adapter_name)
     for module in _tuned(model):
         module.delete_adapter(adapter_name)
-    # After a first adapter the model has its names again. peft may put one wrapper into another.
+    # Without adapters, parameters have their old names: peft's wrappers go, the inner of two wrappers first.
     for path, module in reversed(list(model.named_modules())):
         if isinstance(module, BaseTunerLayer) and not module._get_available_adapters():
             model.set_submodule(path, module.base_layer)

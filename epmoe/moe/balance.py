@@ -238,9 +238,10 @@ class Balancer:
         self.min_rows = balance.min_rows or _MIN_ROWS[layer.device.type]
 
     def forget(self, moe: EPMoE) -> None:
-        """Note that it is not known what the slots hold, at the begin of each call of a module.
+        """Mark what the slots hold as unknown.  EPMoE does it at the start of each call.
 
-        The ranks must agree about it, also where one of them raises or takes another way than the others.
+        All ranks must do it in the same call, also if one of them then raises an error, or takes another
+        way than the others.  Else a later backward finds that they disagree.
         """
         params = [moe._parameters.get(name + end) for name in WEIGHTS for end in ("", "_bias")]
         _forget([(_held(p), p.data_ptr()) for p in params if type(p) is torch.nn.Parameter])

@@ -13,10 +13,11 @@ and parameters without experts.
 |---|---|
 | torch.nn.utils.clip_grad._get_total_norm | the norm is over the experts of all ranks |
 | torch.nn.utils.clip_grad._clip_grads_with_norm_ | meshes are scaled apart; an error if gradients wait |
-| torch.amp.GradScaler.unscale_, ._check_inf_per_device | of all ranks; an error if gradients wait |
+| torch.amp.GradScaler.unscale_ | an infinity counts on all ranks; an error if gradients wait |
+| torch.amp.GradScaler._check_inf_per_device | the same |
 | DistributedDataParallel._build_params_for_reducer | which gradients it averages is remembered |
 | torch.optim.Optimizer.state_dict, .load_state_dict | what a first step adds (shards.teach) |
-| FSDPParam.__init__ of FSDP2 | the shard is remembered; over ranks with different experts it is an error |
+| FSDPParam.__init__ of FSDP2 | the shard is remembered; an error over ranks with different experts |
 
 All but the last are wrapped when a process creates its first EPMoE of several ranks, with room for more
 experts than there are, or with delay_wgrad_compute.  FSDPParam is wrapped when fully_shard visits an EPMoE.
@@ -37,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from ..gemm.weight_gradients import check_no_delay
+from ..gemm.weight_gradients import check_no_delay, parameters_of
 from . import shards
 from .shards import is_dtensor, is_spread, learn_mesh, of_ranks, owners
 
@@ -90,7 +91,7 @@ def check_ddp(moe: EPMoE, ddp: DistributedDataParallel) -> None:
 def _check_trained(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError for parameters whose gradients DistributedDataParallel does not average.
 
-    It averages those that required gradients when it was made: _noting_averaged keeps them.
+    It averages those that required gradients when it was made: _noting_averaged has recorded their ids.
     """
     ignored = set(ddp.parameters_to_ignore)  # names: parameters may be replaced
     known = ddp.__dict__.get("_epmoe_known")
@@ -98,9 +99,9 @@ def _check_trained(ddp: DistributedDataParallel) -> None:
         return
     if new := [name for name, p in ddp.module.named_parameters()
                if p.requires_grad and name not in ignored and id(p) not in known]:
-        raise RuntimeError(f"{new[0]} did not require a gradient when DistributedDataParallel was made, so "
-                           f"it does not average that of the ranks: make a new DistributedDataParallel "
-                           f"after set_lora, set_adapter or requires_grad_")
+        raise RuntimeError(f"parameter {new[0]} did not require a gradient when DistributedDataParallel was "
+                           f"made, so its gradient is not averaged over the ranks: make a new "
+                           f"DistributedDataParallel after set_lora, set_adapter or requires_grad_")
 
 
 def _leaves(moe: EPMoE) -> list[Tensor]:
@@ -148,7 +149,10 @@ def check_sharded(moe: EPMoE, name: str, value: DTensor) -> None:
 
 
 def may_be_sharded(moe: EPMoE) -> bool:
-    """Whether FSDP2 shards the parameters of a module, or may: nothing tells with EPMOE_WRAP_TORCH=0."""
+    """Return whether FSDP2 shards the parameters of a module, or may do so.
+
+    With EPMOE_WRAP_TORCH=0 epmoe does not see what FSDP2 shards.  Then it may, once it is imported.
+    """
     return moe._is_sharded or not _may_wrap() and _FSDP in sys.modules
 
 
@@ -293,8 +297,7 @@ def _of_all_ranks(find_infinities: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(find_infinities)
     def wrapper(self: Any, optimizer: torch.optim.Optimizer) -> Any:
         if self.is_enabled():
-            check_no_delay((p for group in optimizer.param_groups for p in group["params"]),
-                           "GradScaler.unscale_ scales gradients", "unscale_")
+            check_no_delay(parameters_of(optimizer), "GradScaler.unscale_ scales gradients", "unscale_")
         found = find_infinities(self, optimizer)
         if self.is_enabled():
             own = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()

@@ -484,7 +484,8 @@ class EPMoE(nn.Module):
     def _make(self, layer: EPAll2AllLayer, wide: int, inner: int, bias: bool) -> None:
         """Make what a module has beside its layer.  wide: the rows of gate_up_proj of an expert."""
         self.layer = layer
-        getattr(layer, "team_layer", layer).is_of_module = True  # over nodes, of which the operators are
+        # Over nodes the operators belong to team_layer.
+        getattr(layer, "team_layer", layer).is_of_module = True
         self.expert_map = None
         self._balancer = None if self.balance is None else balancing.Balancer(
             self.balance, layer, self._fuses_gradients)

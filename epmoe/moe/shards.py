@@ -100,7 +100,7 @@ def owner_of(p: Tensor) -> EPMoE | None:
 
 
 def note_fsdp(moe: EPMoE, fsdp_param: Any) -> None:
-    """Remember what FSDP2 has for a parameter of an EPMoE: an FSDPParam."""
+    """Record the FSDPParam that FSDP2 has made for a parameter of an EPMoE."""
     with _lock:
         _fsdp_params.setdefault(moe, []).append(weakref.ref(fsdp_param))
 
@@ -108,8 +108,8 @@ def note_fsdp(moe: EPMoE, fsdp_param: Any) -> None:
 def fsdp_shards(moe: EPMoE) -> dict[int, nn.Parameter]:
     """Return {id of a parameter that a module has now: FSDP2's shard of it}.
 
-    They differ from the parameters while FSDP2 has gathered these: it writes numbers and requires_grad of the
-    shards to them each time.
+    While FSDP2 has gathered the parameters, the module has the gathered tensors, and not the shards.  At each
+    gather, FSDP2 copies numbers and requires_grad of the shards to the gathered tensors.
     """
     with _lock:
         found = [ref() for ref in _fsdp_params.get(moe, ())]

@@ -1,7 +1,7 @@
 /* gemm_accumulate.cuh - the epilogue of WGRAD for Hopper that adds to fp32 numbers in global memory.
  *
  * Exports EpGemmAccumulateConfig, ep_gemm_prefetch_out and ep_gemm_accumulate. C is an EpGemmConfig.
- * out += alpha * the product. One thread adds to a number, once in a launch, so the result does not depend on
+ * out += scale * the product. One thread adds to a number, once in a launch, so the result does not depend on
  * the order of the tiles. Invariant: only rows and columns that exist are touched, and none of an expert
  * without rows.
  *

@@ -1,7 +1,7 @@
 /* gemm_wgrad_fp8.cuh - the gradient of weights in FP8, for Hopper: the MMA warps, and the kernel's body.
  *
  * The tensor cores add up all rows of an expert. The sums are multiplied by the scales of the expert's 128
- * rows and of each 128 columns at the end of a tile. out may be fp32: alpha times the product is added to it
+ * rows and of each 128 columns at the end of a tile. out may be fp32: scale times the product is added to it
  * (gemm_accumulate.cuh).
  *
  * Exports ep_wgrad_fp8_body. */
