@@ -7,9 +7,9 @@ import pytest
 
 import endings
 import epmoe
-from cases import keep
+from cases import keep, outcome, process_ranks
 from epmoe import _C
-from pace import HANG_S, WAIT_S
+from pace import HANG_S, WAIT_S, until_ended
 from traces import held
 
 pytestmark = pytest.mark.cpu_only
@@ -31,6 +31,22 @@ def test_endings_interpreter_exits_without_close():
 
 def test_endings_interpreter_exits_during_operation():
     endings.exit_busy("cpu")
+
+
+def _end_without_close(rank, size):
+    """Rank main: rank 1 ends in order, but does not close its world."""
+    world = epmoe.World.of(None)  # which the module keeps until the process ends
+    world.exchange(b"")
+    if rank == 1:
+        return None
+    until_ended(world)
+    return outcome(world.check)
+
+
+def test_endings_process_of_multiprocessing_has_left_and_not_died():
+    """A process that multiprocessing has forked need not call the functions of atexit."""
+    got = process_ranks(_end_without_close, 2)[0]
+    assert got.kind == "PeerDied" and "rank 1 left the world alone" in got.text
 
 
 def test_endings_garbage_collection_leaves_nothing():

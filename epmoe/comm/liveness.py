@@ -17,7 +17,6 @@ A death is reported after SETTLE_S.  If meanwhile all ranks of a node have died,
 Then the world of this node is ended with the reason, which ends every wait in it.
 """
 
-import atexit
 import contextlib
 import errno
 import fcntl
@@ -38,7 +37,7 @@ import torch.distributed as dist
 from .. import _C
 from ..errors import EpError, EpTimeout, PeerDied, PeerError
 from .rendezvous import all_gather_bytes
-from .world import World
+from .world import World, at_exit
 
 _End: TypeAlias = tuple[int, str, list[int]]  # the code and the text with which the nodes ended; lost ranks
 _Call: TypeAlias = Callable[[dist.Store], Any]
@@ -448,7 +447,6 @@ def _read_end(raw: bytes, size: int) -> _End:
     return _C.ESYS, "the nodes have ended, and the store has no reason that this rank can read", []
 
 
-@atexit.register
 def _leave_all() -> None:
     """Tell the other nodes that this process ends in order."""
     left = [liveness for liveness in list(_open) if liveness._is_open()]
@@ -456,3 +454,6 @@ def _leave_all() -> None:
         liveness.leave()
     if any(liveness.size > liveness._local_size for liveness in left):
         time.sleep(2 * _LISTEN_S)  # this process may hold the store, which the other ranks ask for left/r
+
+
+at_exit(_leave_all)

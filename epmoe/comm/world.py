@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
@@ -348,7 +350,24 @@ def thread_worlds(num_ranks: int, timeout_s: float | None = None) -> list[World]
     return [World._wrap(c, r, num_ranks) for r, c in enumerate(capsules)]
 
 
-@atexit.register
+def at_exit(leave: Callable[[], None]) -> None:
+    """Call leave when this process ends in order.  Of several such functions the newest is called first.
+
+    A process that multiprocessing has forked may not call the functions of atexit (Python 3.11 and 3.12 do
+    not), but it calls the finalizers of multiprocessing.  Where both are called, leave is called twice.
+    """
+    def of_fork(leave: Callable[[], None]) -> None:
+        multiprocessing.util.Finalize(None, leave, exitpriority=_LAST)
+
+    atexit.register(leave)
+    multiprocessing.util.register_after_fork(leave, of_fork)
+    if multiprocessing.parent_process():  # which has imported epmoe after the fork
+        of_fork(leave)
+
+
+_LAST = -100  # as in atexit: after other finalizers, and after the processes that this one has started
+
+
 def _leave_all() -> None:
     """Tell the peers that this process ends in order.
 
@@ -358,3 +377,6 @@ def _leave_all() -> None:
     _C.worlds_settle()
     for world in list(_open):
         world._leave(False)
+
+
+at_exit(_leave_all)
