@@ -289,6 +289,18 @@ EP_OPERATIONS(X, B)
     } Ep##Type##Args;
 EP_CALLS(C)
 #undef C
+/* For how many rows the outputs of a call have room, if the call awaits the number of its rows (room.c).
+ * EpRoomOf: which calls have the same room. */
+typedef struct {
+    uint64_t num_tokens; /* those with the same number of bits */
+    bool is_kept;        /* a backward keeps the outputs */
+    const void *weight;  /* of outputs that are kept: the address of the weights, or NULL */
+} EpRoomOf;
+#define EP_NO_ROOM (-1)
+/* The rows to make room for: 0 at first, EP_NO_ROOM once the caller has set that. Calls set the others. */
+int64_t ep_layer_room(EpLayer *layer, const EpRoomOf *of);
+/* num_rows: EP_NO_ROOM after there was no memory for the room. It is not tried again. */
+void ep_layer_set_room(EpLayer *layer, const EpRoomOf *of, int64_t num_rows);
 /* What a call did. Without an awaited plan num_rows is 0. */
 typedef struct {
     uint32_t num_rows;  /* M of the awaited plan */

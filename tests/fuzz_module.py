@@ -199,6 +199,7 @@ SIGNATURES = {
     "heap_handle": "H", "worlds_settle": "",
     "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L",
     "layer_has_many_rows": "config", "layer_decodes": "config", "layer_unread_rows": "config",
+    "layer_room": "L n n", "layer_set_room": "L n n n",
     "layer_fuses": "config flag n n n flag flag flag",
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",

@@ -52,6 +52,7 @@ CONCERN = {
     "csrc/layer/experts*": "experts_* moe_arguments moe_layer moe_decode fused_forward balance moe_lora",
     "csrc/layer/grouped_gemm*": "gemm_arguments gemm_products gemm_four_bit gemm_low_rank fp8",
     "csrc/layer/four_bit*": "gemm_four_bit",
+    "csrc/layer/room*": "C layer_rows",
     "csrc/layer/path*": "fused_* layer_capacity moe_decode moe_fp8",
     "csrc/layer/prepare_low_latency*": "low_latency errors_low_latency",
     "csrc/layer/prepare_*": "errors_layer* errors_calls fused_mistakes dispatch_* combine_sums layer_padding",

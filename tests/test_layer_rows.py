@@ -13,19 +13,22 @@ import epmoe
 import fused_cases
 import fused_fp8_cases
 from cases import MISTAKE_LIMIT_S, check_outcomes, make_op, outcome
-from epmoe.a2a import layer as layer_module
-from epmoe.a2a.layer import next_size_hint
+from epmoe import _C
 from fused_cases import Experts, LatePlan, grown, tensors
 from gemm_cases import bits
 
 BAD = 1  # the rank that makes a mistake
-TOO_MANY = 1 << 50  # no memory holds as many rows
+TOO_MANY = 1 << 50  # no memory holds so many rows
 CASE = Experts(hidden=272, inner=64, tokens="full", max_tokens=12)
 
 
-def room_key(num_tokens, kept_for=None):
-    """The key in _size_hints. kept_for: 0 for rows of a dispatch that a backward needs."""
-    return num_tokens.bit_length(), kept_for
+def room_of(op, num_tokens, kept_for=None):
+    """For how many rows the next call makes room. kept_for: 0 if a backward of a dispatch needs them."""
+    return _C.layer_room(op._c, num_tokens, kept_for)
+
+
+def set_room(op, num_tokens, num_rows, kept_for=None):
+    _C.layer_set_room(op._c, num_tokens, kept_for, num_rows)
 
 
 class Op(LatePlan, fused_cases.StagedOp):
@@ -73,14 +76,14 @@ def test_layer_rows_are_those_of_the_plan(ranks, method):
         for num_tokens, missing in steps:
             of_tokens = slice(num_tokens)
             if missing is not None:
-                op._size_hints[room_key(full)] = max(op.preprocess(t.idx).num_rows - missing, 0)
-            room = op._size_hints.get(room_key(num_tokens), 0)
+                set_room(op, full, max(op.preprocess(t.idx).num_rows - missing, 0))
+            room = room_of(op, num_tokens)
             layout, *got = run_call(op, t, method, of_tokens)
             again = op.preprocess(t.idx[of_tokens])
             _, *want = run_call(op, t, method, of_tokens, layout=again)
             checks += [torch.equal(bits(a), bits(b)) for a, b in zip(got, want)]
             checks += [len(a) == layout.num_rows == again.num_rows for a in got]
-            checks += [got[0].is_contiguous(), op._size_hints[room_key(num_tokens)] >= layout.num_rows]
+            checks += [got[0].is_contiguous(), room_of(op, num_tokens) >= layout.num_rows]
             # The rows are the beginning of the room, if there was enough. On the CPU a stage follows where
             # else the kernel is fused.
             if "fused" not in method or device.type == "cuda":
@@ -100,19 +103,20 @@ def test_layer_rows_that_are_kept_for_a_backward_have_little_room(ranks):
     def run(world, device):
         op, t = make(ranks, world, device, "dispatch")
         t.x.requires_grad_()
-        key, checks = room_key(len(t.x), 0), []
+        checks = []
         num_rows = op.preprocess(t.idx).num_rows
         least_too_large = next(n for n in range(num_rows, 3 * num_rows) if n - num_rows >= 1 + n // 8)
         # the room before a call, and whether the call uses it
         for room, is_used in ((0, False), (None, True), (num_rows - 1, False), (num_rows, True),
                               (least_too_large - 1, True), (least_too_large, False), (None, True)):
-            room = op._size_hints[key] = op._size_hints[key] if room is None else room
+            room = room_of(op, len(t.x), 0) if room is None else room
+            set_room(op, len(t.x), room, 0)
             layout, rows, _ = run_call(op, t, "dispatch")
             rows.sum().backward()
             made = rows.untyped_storage().nbytes() // rows.itemsize // CASE.hidden
             checks += [len(rows) == num_rows, made == (room if is_used else num_rows)]
-            checks += [num_rows <= op._size_hints[key] <= max(room, num_rows + num_rows // 32)]
-        checks.append(op._size_hints[key] == num_rows + num_rows // 32)
+            checks += [num_rows <= room_of(op, len(t.x), 0) <= max(room, num_rows + num_rows // 32)]
+        checks.append(room_of(op, len(t.x), 0) == num_rows + num_rows // 32)
         op.synchronize()
         op.finalize()
         return checks
@@ -144,43 +148,14 @@ def test_layer_rows_of_modules_with_one_layer_have_rooms_of_their_own(ranks, fus
                 steps.append([y, x.grad, *(p.grad.clone() for p in moe.parameters())])
         same = [torch.equal(a, b) for of in (steps[2:4], steps[4:])
                 for first, got in zip(steps[:2], of, strict=True) for a, b in zip(first, got, strict=True)]
-        num_rows = {moe.gate_up_proj.data_ptr(): moe.last_layout.num_rows for moe in moes}
-        rooms = {address: room for (_, address), room in op._size_hints.items() if address is not None}
-        one_power = len({magnitude for magnitude, _ in op._size_hints}) == 1
+        num_rows = [moe.last_layout.num_rows for moe in moes]
+        rooms = [room_of(op, len(t.x), moe.gate_up_proj.data_ptr()) for moe in moes]
+        one_power = len({len(t.x[some]).bit_length() for some in tokens}) == 1
         op.synchronize()
         op.finalize()
-        has_room = all(room > num_rows[address] for address, room in rooms.items())
-        wanted = {address: n + n // 32 for address, n in num_rows.items()}
-        return *same, one_power, has_room, rooms == wanted, len(rooms) == 2
+        return *same, one_power, num_rows[1] < num_rows[0], rooms == [n + n // 32 for n in num_rows]
 
     assert all(map(all, ranks(run)))
-
-
-def test_layer_rows_rooms_are_forgotten_when_there_are_many(ranks, monkeypatch):
-    """Weights whose address changes from step to step do not fill the memory of the host."""
-    monkeypatch.setattr(layer_module, "MOST_ROOMS", 3)
-
-    def run(world, device):
-        op, t = make(ranks, world, device, "dispatch")
-        for address in range(1, 9):
-            plan = op.preprocess(t.idx)
-            op._dispatch(t.x, t.weight, plan.plan, 0, -1, True, address)
-        op.synchronize()
-        op.finalize()
-        return len(op._size_hints)
-
-    assert all(1 <= n <= 3 for n in ranks(run))
-
-
-def test_layer_rows_room_follows_their_number():
-    """Up at once, down slowly, and at most a few percent above a number that stays the same."""
-    rooms = [0]
-    for num_rows in (1000, 1010, 2000, *[1000] * 300, 0):
-        rooms.append(next_size_hint(rooms[-1], num_rows))
-    _, first, same, up, down, *_, constant, last = rooms
-    assert 1010 <= first <= same < 1080 and 2000 <= up and 1900 < down < up
-    assert 1000 <= constant < 1120 and 0 < last < constant
-    assert next_size_hint(2000, 1000, is_kept=True, too_large=True) == 1000 + 1000 // 32
 
 
 @METHODS
@@ -193,7 +168,7 @@ def test_layer_rows_without_memory_for_the_room(ranks, method):
         empty, tried = op._empty, []
         op._empty = lambda *sizes, **options: tried.append(sizes[0]) or empty(*sizes, **options)
         if world.rank == BAD:
-            op._size_hints[room_key(len(t.x))] = TOO_MANY
+            set_room(op, len(t.x), TOO_MANY)
         after = [run_call(op, t, method)[1:] for _ in range(2)]
         op.synchronize()
         op.finalize()

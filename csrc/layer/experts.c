@@ -21,7 +21,7 @@ typedef struct {
 } Call;
 
 static int run(const Call *c, uint32_t op, const void *args, EpRan *ran) {
-    return ep_layer_run_locked(c->layer, c->buffer, op, args, c->stream, ran);
+    return ep_layer_run_locked(c->layer, c->buffer, op, args, NULL, c->stream, ran);
 }
 
 /* Report this rank's error, if there is one, in the operation that the other ranks enter next. */
@@ -236,30 +236,28 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     /* LoRA's first factors multiply rows that have arrived. Dispatch + GEMM has no launch between the two. */
     const bool is_first_fused = is_fused && !a->row_tag && !has_low(low_up);
     const EpPlanArgs plan = {.indices = a->indices, .plan = a->plan, .balance_key = a->balance_key};
-    EpDispatchArgs dispatch = {.x = a->x,
-                               .weight = a->weight,
-                               .plan = a->plan,
-                               .rows = a->rows,
-                               .row_weight = a->row_weight,
-                               .recv = a->recv,
-                               .tag = a->tag,
-                               .row_tag = a->row_tag,
-                               .requires_grad = a->requires_grad,
-                               .awaits_rows = a->awaits_rows};
-    EpDispatchGemmArgs dispatch_gemm = {.x = a->x,
-                                        .weight = a->weight,
-                                        .plan = a->plan,
-                                        .rows = a->rows,
-                                        .row_weight = a->row_weight,
-                                        .recv = a->recv,
-                                        .gemm_weight = a->gate_up,
-                                        .bias = a->gate_up_bias,
-                                        .out = a->a,
-                                        .saved = a->h,
-                                        .activation = a->activation,
-                                        .requires_grad = a->requires_grad,
-                                        .kind = EP_GEMM_FORWARD,
-                                        .awaits_rows = a->awaits_rows};
+    const EpDispatchArgs dispatch = {.x = a->x,
+                                     .weight = a->weight,
+                                     .plan = a->plan,
+                                     .rows = a->rows,
+                                     .row_weight = a->row_weight,
+                                     .recv = a->recv,
+                                     .tag = a->tag,
+                                     .row_tag = a->row_tag,
+                                     .requires_grad = a->requires_grad};
+    const EpDispatchGemmArgs dispatch_gemm = {.x = a->x,
+                                              .weight = a->weight,
+                                              .plan = a->plan,
+                                              .rows = a->rows,
+                                              .row_weight = a->row_weight,
+                                              .recv = a->recv,
+                                              .gemm_weight = a->gate_up,
+                                              .bias = a->gate_up_bias,
+                                              .out = a->a,
+                                              .saved = a->h,
+                                              .activation = a->activation,
+                                              .requires_grad = a->requires_grad,
+                                              .kind = EP_GEMM_FORWARD};
     const EpCombineArgs combine = {.rows = a->out_rows,
                                    .row_weight = a->row_weight,
                                    .plan = a->plan,
@@ -281,7 +279,9 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
 
     const Weights weights = WEIGHTS_OF(a);
     const EpBalance balance = {a->helper_slots, a->min_helped_rows};
+    const EpAwaited awaited = ep_awaited(a->plan, a->x, a->requires_grad, a->gate_up);
     const uint32_t room = a->rows->num_dims ? (uint32_t)a->rows->shape[0] : 0;
+    bool awaits = a->awaits_rows != 0;
     int code = set_offsets_of_plan(c, a->plan);
     if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
     if (!code) code = check_weights(c, &weights);
@@ -297,16 +297,19 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
         EP_TRY(help(c, a, &balance, ran, &code));
         if (code == 0 && c->layer->moves[c->buffer].num) {
             /* The host knows the number of rows. */
-            if (ran->num_rows > room || (a->awaits_rows && room - ran->num_rows >= a->awaits_rows)) return 0;
-            dispatch.awaits_rows = dispatch_gemm.awaits_rows = 0;
+            const bool fits = awaits ? ep_layer_fits_room(c->layer, &awaited.of, room, ran->num_rows)
+                                     : ran->num_rows <= room;
+            if (!fits) return 0;
+            awaits = false;
         }
-    } else if (code && a->awaits_rows && !ep_layer_check_plan(c->layer, a->plan)) {
+    } else if (code && awaits && !ep_layer_check_plan(c->layer, a->plan)) {
         /* If the plan has failed, no rank enters the dispatch. */
         EP_TRY(ep_layer_rows_locked(c->layer, c->buffer, a->plan, c->stream, &ran->num_rows));
     }
     EP_TRY(report(c, EP_OP_DISPATCH, code));
-    EP_TRY(is_first_fused ? run(c, EP_OP_DISPATCH_GEMM, &dispatch_gemm, ran)
-                          : run(c, EP_OP_DISPATCH, &dispatch, ran));
+    EP_TRY(ep_layer_run_locked(c->layer, c->buffer, is_first_fused ? EP_OP_DISPATCH_GEMM : EP_OP_DISPATCH,
+                               is_first_fused ? (const void *)&dispatch_gemm : &dispatch,
+                               awaits ? &awaited : NULL, c->stream, ran));
     if (!ran->is_launched) return 0;
     if (!is_first_fused) code = multiply_up(c, &weights, a->rows, a->a, a->h, low_up);
     if (is_fused) {

@@ -183,6 +183,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     l->has_fused = has_fused_kernels(heap);
     atomic_init(&l->num_refs, 1);
     for (uint32_t i = 0; i < EP_MAX_BUFFERS; i++) pthread_mutex_init(&l->locks[i], NULL);
+    pthread_mutex_init(&l->rooms.lock, NULL);
     while (made < config->num_buffers && !code) {
         code = ep_heap_alloc_buffer(heap, &config->shape, &l->buffers[made]);
         if (!code) made++;
@@ -321,6 +322,7 @@ static void destroy(void *layer) {
     /* The heap is still there, perhaps with other layers. */
     for (uint32_t i = l->num_freed; i < l->config.num_buffers; i++) ep_heap_drop(l->heap, l->buffers[i].off);
     for (uint32_t i = 0; i < EP_MAX_BUFFERS; i++) pthread_mutex_destroy(&l->locks[i]);
+    pthread_mutex_destroy(&l->rooms.lock);
     free(l);
 }
 

@@ -208,16 +208,17 @@ static int check_kind(const EpLayer *l, uint32_t op) {
                                "other layer has them");
 }
 
-/* The plan whose number of rows a dispatch waits for, or NULL. awaits_rows: see protocol/ops.h. */
-static const EpTensor *awaited_plan(EpOpKind op, const void *args, uint32_t *awaits_rows) {
+/* What an operation awaits, if it does. */
+static bool get_awaited(EpOpKind op, const void *args, EpAwaited *awaited) {
+    const EpDispatchArgs *d = (const EpDispatchArgs *)args;
+    const EpDispatchGemmArgs *g = (const EpDispatchGemmArgs *)args;
     switch (op) {
-#define CASE(NAME, Type)                                            \
-    case EP_OP_##NAME:                                              \
-        *awaits_rows = ((const Ep##Type##Args *)args)->awaits_rows; \
-        return *awaits_rows ? ((const Ep##Type##Args *)args)->plan : NULL
-        CASE(DISPATCH, Dispatch);
-        CASE(DISPATCH_GEMM, DispatchGemm);
-#undef CASE
+    case EP_OP_DISPATCH:
+        *awaited = ep_awaited(d->plan, d->x, d->requires_grad, NULL);
+        return d->awaits_rows != 0;
+    case EP_OP_DISPATCH_GEMM:
+        *awaited = ep_awaited(g->plan, g->x, g->requires_grad, g->gemm_weight);
+        return g->awaits_rows != 0;
     case EP_OP_PLAN:
     case EP_OP_COMBINE:
     case EP_OP_GEMM_COMBINE:
@@ -227,29 +228,28 @@ static const EpTensor *awaited_plan(EpOpKind op, const void *args, uint32_t *awa
     case EP_OP_BARRIER:
     case EP_NUM_OPS: break;
     }
-    return NULL;
+    return false;
 }
 /* `run` reads the rows of any operation that awaits a plan in the parameters of dispatch. */
 _Static_assert(!offsetof(EpDispatchGemmParams, dispatch), "the parameters of dispatch come first");
 
-int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream,
-                        EpRan *ran) {
+int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, const EpAwaited *awaited,
+                        void *stream, EpRan *ran) {
     EpCommBuffer *b;
     EpOpParams p;
-    uint32_t num_rows = 0, awaits_rows = 0;
+    uint32_t num_rows = 0;
     memset(&p, 0, sizeof p);
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_kind(l, op);
     if (!code) code = prepare(l, b, op, args, &p);
     /* If the plan has failed, no rank enters the operation. So its error goes before a failed check. That a
      * tensor is no plan is one of these checks. */
-    const EpTensor *plan = awaited_plan((EpOpKind)op, args, &awaits_rows);
+    const EpTensor *plan = awaited ? awaited->plan : NULL;
     const int no_plan = plan ? ep_layer_check_plan(l, plan) : 0;
     if (no_plan) code = no_plan;
     else if (plan) EP_TRY(ep_layer_rows_locked(l, buffer, plan, stream, &num_rows));
-    const uint32_t num_out = p.dispatch.num_rows;
     if (ran && plan) ran->num_rows = num_rows;
-    if (plan && !code && (num_rows > num_out || num_out - num_rows >= awaits_rows)) return 0;
+    if (plan && !code && !ep_layer_fits_room(l, &awaited->of, p.dispatch.num_rows, num_rows)) return 0;
     const uint32_t word = EP_OP_WORD(op, p.scales.dtype);
     if (code) return ep_layer_fail(l, buffer, word, code, stream);
     if (ran) {
@@ -262,9 +262,12 @@ int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *ar
 }
 
 int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran) {
+    EpAwaited awaited;
+    const bool awaits = get_awaited((EpOpKind)op, args, &awaited);
     *ran = (EpRan){0};
     EP_TRY(ep_layer_lock(l, buffer));
-    return ep_layer_unlock(l, buffer, ep_layer_run_locked(l, buffer, op, args, stream, ran));
+    return ep_layer_unlock(l, buffer,
+                           ep_layer_run_locked(l, buffer, op, args, awaits ? &awaited : NULL, stream, ran));
 }
 
 static int trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t capacity) {

@@ -30,6 +30,32 @@ typedef struct {
     const EpTensor *weights[EP_NUM_WEIGHTS];
 } EpHelpedWeights;
 
+/* The rooms of a layer (room.c): a table in which an entry is found by its key. */
+enum { EP_MAX_ROOMS = 1024, EP_ROOM_SLOTS = 2 * EP_MAX_ROOMS };
+typedef struct {
+    const void *weight;
+    int64_t num_rows;
+    uint8_t magnitude; /* the bits of the number of tokens */
+    bool is_kept, is_used;
+} EpRoom;
+typedef struct {
+    pthread_mutex_t lock; /* guards the other fields */
+    uint32_t num;         /* entries that are used */
+    EpRoom at[EP_ROOM_SLOTS];
+} EpRooms;
+
+/* What a call of an operation awaits before its launch: that this plan has the number of rows M. Its outputs
+ * have the room of such calls. */
+typedef struct {
+    const EpTensor *plan;
+    EpRoomOf of;
+} EpAwaited;
+static inline EpAwaited ep_awaited(const EpTensor *plan, const EpTensor *x, bool is_kept,
+                                   const EpTensor *weight) {
+    const uint64_t num_tokens = x && x->num_dims ? (uint64_t)x->shape[0] : 0; /* nobody has checked x */
+    return (EpAwaited){plan, {num_tokens, is_kept, weight ? weight->data : NULL}};
+}
+
 struct EpLayer {
     EpHeap *heap;
     EpLayerConfig config;
@@ -45,6 +71,7 @@ struct EpLayer {
     EpStaging staging;                         /* heap NULL: none */
     EpCommBuffer buffers[EP_MAX_BUFFERS];
     pthread_mutex_t locks[EP_MAX_BUFFERS]; /* each guards a buffer, and its ticket, newest and moves */
+    EpRooms rooms;
 };
 
 /* Lock a buffer: 0, or an error without the lock. The wait ends when the operation of another thread ends,
@@ -85,7 +112,12 @@ int ep_layer_move_choices(EpLayer *l, uint32_t buffer, const EpTensor *plan, con
                           void *stream);
 /* ep_layer_barrier on a locked buffer. */
 int ep_layer_barrier_locked(EpLayer *l, uint32_t buffer, void *stream);
-/* Run an operation on a locked buffer. ran: NULL, or what the call has done, to which this is added. */
-int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream, EpRan *ran);
+/* Whether outputs with room for `room` rows serve a call with num_rows: they are enough, and if a backward
+ * keeps them, not many more. The next calls make the room that this one had wanted. */
+bool ep_layer_fits_room(EpLayer *l, const EpRoomOf *of, uint32_t room, uint32_t num_rows);
+/* Run an operation on a locked buffer. awaited: NULL if the caller knows M. ran: NULL, or what the call has
+ * done, to which this is added. */
+int ep_layer_run_locked(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, const EpAwaited *awaited,
+                        void *stream, EpRan *ran);
 
 #endif /* EP_LAYER_STATE_H */

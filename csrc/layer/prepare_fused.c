@@ -125,8 +125,7 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
                                   .row_scale = a->row_scale,
                                   .row_weight = a->row_weight,
                                   .recv = a->recv,
-                                  .requires_grad = a->requires_grad,
-                                  .awaits_rows = a->awaits_rows};
+                                  .requires_grad = a->requires_grad};
     const Product product = {.a = a->rows,
                              .w = a->gemm_weight,
                              .bias = a->bias,

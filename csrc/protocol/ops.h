@@ -59,7 +59,8 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  *   U32       a number. Numbers come after the tensors
  *   ACTIVATION  an EpActivation
  *   PLANNED   U32; if 0, the call makes the plan by itself
- *   AWAITS    U32; if not 0, the operation waits until its plan has the number of rows */
+ *   AWAITS    U32; if not 0, the operation waits until its plan has the number of rows, and its outputs have
+ *             the room that ep_layer_room says */
 
 /* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
  * [ep_layer_plan_words(T)]. balance_key: 0, or how this rank can help others in the call that follows. */
@@ -75,8 +76,8 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * those of the others with EP_EPEER. requires_grad: the caller's framework will run a backward pass. The
  * value must be the same on all ranks, and the operation fails if it is not. awaits_rows: 0: the caller knows
  * M. Otherwise the host waits until the plan has it, directly before the launch. Nothing is launched if the
- * outputs have fewer than M rows, or at least awaits_rows more than M: the caller reads M and calls again,
- * with other outputs.
+ * outputs have fewer than M rows, or if a backward keeps them and they have many more than M (room.c): the
+ * caller calls again, with other outputs.
  * x_scale, row_scale: both, and the operation is in FP8, or neither. In FP8 the caller has quantised the
  * tokens: x and rows are u8, the bytes of e4m3 numbers, and H is a multiple of 16. x_scale f32 [T][groups],
  * row_scale f32 [as many as rows][groups], with any strides; groups is H / 128, rounded up. There is no

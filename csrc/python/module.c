@@ -48,6 +48,7 @@ static const struct {
 #undef X
         {"EINVAL", EP_EINVAL},
     {"ENOMEM", EP_ENOMEM},
+    {"NO_ROOM", EP_NO_ROOM},
     {"EPEERDIED", EP_EPEERDIED},
     {"EOVERFLOW", EP_EOVERFLOW},
     {"EINDEX", EP_EINDEX},

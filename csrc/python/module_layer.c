@@ -143,6 +143,38 @@ FAST(layer_unread_rows) {
     return PyLong_FromUnsignedLong(ep_layer_unread_rows(&c.shape));
 }
 
+/* Read the number of tokens, and kept_for: None, or the address of the weights for whose backward the outputs
+ * are kept, 0 without weights. */
+static bool get_room_of(PyObject *const *args, EpRoomOf *of) {
+    uint64_t address = 0;
+    if (!ep_get_u64(args[0], &of->num_tokens)) return false;
+    of->is_kept = args[1] != Py_None;
+    if (of->is_kept && !ep_get_u64(args[1], &address)) return false;
+    of->weight = (const void *)(uintptr_t)address;
+    return true;
+}
+/* (layer, num_tokens, kept_for): the rows to make room for, or NO_ROOM */
+FAST(layer_room) {
+    EpRoomOf of;
+    WANT(3);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !get_room_of(args + 1, &of)) return NULL;
+    return PyLong_FromLongLong(ep_layer_room(l, &of));
+}
+/* (layer, num_tokens, kept_for, num_rows) */
+FAST(layer_set_room) {
+    EpRoomOf of;
+    WANT(4);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !get_room_of(args + 1, &of)) return NULL;
+    const long long num_rows = PyLong_AsLongLong(args[3]);
+    if (num_rows == -1 && PyErr_Occurred()) return NULL;
+    if (num_rows < EP_NO_ROOM)
+        return PyErr_Format(PyExc_ValueError, "%lld rows: must be at least -1", num_rows);
+    ep_layer_set_room(l, &of, num_rows);
+    Py_RETURN_NONE;
+}
+
 /* (config, has_kernels, n, k, columns, is_fp8, trains, has_split_gates): see ep_layer_fuses */
 FAST(layer_fuses) {
     EpLayerConfig c;
@@ -547,6 +579,8 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(layer_has_many_rows),
                                   METHOD(layer_decodes),
                                   METHOD(layer_unread_rows),
+                                  METHOD(layer_room),
+                                  METHOD(layer_set_room),
                                   METHOD(layer_fuses),
                                   METHOD(layer_close),
                                   METHOD(plan_layout),

@@ -552,7 +552,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 return [self._empty(n, self.hidden), None, row_weight, out], others
             return [*self._fp8_rows(n, by_row=False), row_weight, out], others
 
-        def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
+        def launch(outputs: list[Any], others: list[Any], awaits_rows: bool) -> _C._Ran:
             *of_rows, out = outputs
             return _C.layer_dispatch_gemm(self._c, buffer, (
                 x, x_scale, weight, plan, *of_rows, *others, out, None, activation, with_grad,

@@ -3,17 +3,11 @@
 Each call allocates its outputs and calls the module.  Its caller reports an error to the other ranks
 (error_propagation.py).  ops.py makes operators of them, for autograd and torch.compile.
 
-A dispatch takes the number of its rows, or -1 if only the plan has it.  The GPU has nothing to do from the
-moment when the plan has the number until the launch of the dispatch.  So the host allocates the outputs and
-prepares the launch before that moment.  The outputs have room for the most rows of recent calls and some
-more.  A call with few tokens must not take the memory of a call with many tokens.  So each power of two of
-the number of tokens has a room of its own (_size_hints).
-
-A training step keeps its outputs until the backward, so there the room must fit.  Calls that have weights
-(those of EPMoE in 16 bits) have rooms of their own for each address of the weights.  Outputs with much more
-room than rows are not used: the host then allocates when it knows the number.  Where few rows can come at
-all (ep_layer_unread_rows), a training step of EPMoE makes room for all of them.  The host then waits for
-nothing, and later calls and layer.synchronize() raise the errors of the plan.
+A dispatch takes the number of its rows, or -1 if only the plan has it.  Then the host allocates the outputs
+and prepares the launch before it knows the number.  csrc/layer/room.c says for how many rows the outputs have
+room.  If they do not fit, the host allocates others.  Where few rows can come at all (ep_layer_unread_rows),
+a training step of EPMoE makes room for all of them.  The host then waits for nothing, and later calls and
+layer.synchronize() raise the errors of the plan.
 """
 
 from __future__ import annotations
@@ -46,9 +40,6 @@ if TYPE_CHECKING:
 # What _run_dispatch makes: tensors with a line for each row, or None, and other tensors.
 Outputs: TypeAlias = tuple[list[Any], list[Any]]
 _ids = itertools.count()
-ANY_SLACK = 0xffffffff  # awaits_rows of protocol/ops.h: the outputs may have any number of rows too many
-MOST_ROOMS = 1024  # of a layer: addresses of weights may change from step to step
-NO_SIZE_HINT = -1  # in the place of a room for which there was no memory: it is not tried again
 
 
 def check_kinds(num_tot_experts: Any, dtype: Any, weight_dtype: Any, combine_mode: Any) -> None:
@@ -85,16 +76,6 @@ def check_rail_capacity(rail_capacity: Any) -> int | None:
     if rail_capacity < 1:
         raise ValueError(f"rail_capacity {rail_capacity}: must be at least 1 token")
     return rail_capacity
-
-
-def next_size_hint(room: int, num_rows: int, is_kept: bool = False, too_large: bool = False) -> int:
-    """Return the rows to make room for in the next call, after a call that had room and got num_rows.
-
-    It goes up at once, and down slowly, because the modules of a model may share a layer.  is_kept: outputs
-    are kept for a backward.  too_large: the room goes down at once.
-    """
-    wanted = num_rows + num_rows // (32 if is_kept else 16)
-    return wanted if too_large else max(wanted, room - (room - wanted) // 32)
 
 
 class EPAll2AllLayer(CollectiveLayer):
@@ -230,7 +211,6 @@ class EPAll2AllLayer(CollectiveLayer):
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
             self._allocator = allocator_of(self.device)
-            self._size_hints: dict[tuple[int, int | None], int] = {}
             reserve_sms = integer("reserve_sms", reserve_sms)
             self._num_blocks = max_blocks(self.device, reserve_sms)
             self._check_options()
@@ -769,13 +749,12 @@ class EPAll2AllLayer(CollectiveLayer):
         return rows, scales, cast(row_weight, self.weight_dtype), layout
 
     def _dispatch(self, x: Tensor, weight: Tensor | None, plan: Tensor, buffer: int, num_rows: int,
-                  with_grad: bool = False, kept_for: int = 0, x_scale: Tensor | None = None,
+                  with_grad: bool = False, x_scale: Tensor | None = None,
                   tag: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Allocate the outputs and call the module.  Returns the rows, their weights, recv and their scales.
 
-        kept_for: with_grad, as for _run_dispatch; 0 if there are no weights.  x_scale: of tokens in FP8.
-        tag: [T] int32, a number that travels with each token, not in FP8; those of the rows take the place of
-        the scales.
+        x_scale: of tokens in FP8.  tag: [T] int32, a number that travels with each token, not in FP8; those
+        of the rows take the place of the scales.
         """
         if x_scale is not None:
             x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8
@@ -788,13 +767,13 @@ class EPAll2AllLayer(CollectiveLayer):
                 return [self._empty(n, self.hidden), None, row_weight], [recv, tag, row_tag]
             return [*self._fp8_rows(n, by_row=True), row_weight], [recv, tag, row_tag]
 
-        def launch(outputs: list[Any], others: list[Any], awaits_rows: int) -> _C._Ran:
+        def launch(outputs: list[Any], others: list[Any], awaits_rows: bool) -> _C._Ran:
             return _C.layer_dispatch(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others, with_grad,
                                                        awaits_rows))
 
         call = plan, buffer, x.shape[0]
         (rows, row_scale, row_weight), (recv, _, row_tag) = self._run_dispatch(
-            call, num_rows, make, launch, kept_for if with_grad else None)
+            call, num_rows, make, launch, 0 if with_grad else None)
         if row_tag is not None:
             return rows, row_weight, recv, row_tag[:len(rows)]
         if x_scale is not None:
@@ -819,51 +798,41 @@ class EPAll2AllLayer(CollectiveLayer):
             layout._num_rows = rows.shape[0]
 
     def _run_dispatch(self, call: tuple[Tensor, int, int], num_rows: int, make: Callable[[int], Outputs],
-                      launch: Callable[[list[Any], list[Any], int], _C._Ran],
-                      kept_for: int | None = None) -> Outputs:
+                      launch: Callable[[list[Any], list[Any], bool], _C._Ran],
+                      kept_for: int | None) -> Outputs:
         """Run a dispatch.  Returns its outputs.
 
         call: the plan, the buffer and the number of tokens.  make(n): returns the outputs, a
         list of tensors with n rows, and a list of other tensors.  launch(outputs, others, awaits_rows): calls
         the module, and returns what it returns.  kept_for: None, or the address of the weights for whose
-        backward the outputs are kept.
-        """
-        plan, buffer, _ = call
-        if num_rows < 0:
-            made = self._run_ahead(call, make, launch, kept_for)
-            if made is not None:
-                return made
-        if num_rows < 0:
-            num_rows = self._num_rows(plan, buffer)
-        made = make(num_rows)
-        launch(*made, 0)
-        return made
-
-    def _run_ahead(self, call: tuple[Tensor, int, int], make: Callable[[int], Outputs],
-                   launch: Callable[[list[Any], list[Any], int], _C._Ran],
-                   kept_for: int | None) -> Outputs | None:
-        """Prepare a dispatch before the number of rows is known.  Returns its outputs.
-
-        Returns None, and launches nothing, if there are more rows than room, or no memory for the room, or if
-        the outputs are kept and more than an eighth of them would have no rows.
+        backward the outputs are kept, 0 without weights.
         """
         plan, buffer, num_tokens = call
-        key = num_tokens.bit_length(), kept_for  # in _size_hints: the number of rows to make room for
-        room = self._size_hints.get(key, 0)
-        if room == NO_SIZE_HINT:
+        if num_rows < 0:
+            made = self._run_ahead(num_tokens, make, launch, kept_for)
+            if made is not None:
+                return made
+            num_rows = self._num_rows(plan, buffer)
+        made = make(num_rows)
+        launch(*made, False)
+        return made
+
+    def _run_ahead(self, num_tokens: int, make: Callable[[int], Outputs],
+                   launch: Callable[[list[Any], list[Any], bool], _C._Ran],
+                   kept_for: int | None) -> Outputs | None:
+        """Run a dispatch with outputs that are made before the number of rows is known.  Returns them.
+
+        Returns None, and launches nothing, if they do not fit the number, or if there is no memory for them.
+        """
+        room = _C.layer_room(self._c, num_tokens, kept_for)
+        if room == _C.NO_ROOM:
             return None
         try:
             made = make(room)
-        except Exception:  # no memory for so many rows, but perhaps for as many as are needed
-            self._size_hints[key] = NO_SIZE_HINT  # torch frees all memory that it caches before it gives up
-            return None
-        is_kept = kept_for is not None
-        awaits_rows = 1 + room // 8 if is_kept else ANY_SLACK
-        num_rows, is_launched, _ = launch(*made, awaits_rows)
-        too_large = room - num_rows >= awaits_rows
-        if len(self._size_hints) >= MOST_ROOMS and key not in self._size_hints:
-            self._size_hints.clear()
-        self._size_hints[key] = next_size_hint(room, num_rows, is_kept, too_large)
+        except Exception:  # torch frees all memory that it caches before it gives up: do not try again
+            _C.layer_set_room(self._c, num_tokens, kept_for, _C.NO_ROOM)
+            return None  # there may be memory for as many rows as are needed
+        num_rows, is_launched, _ = launch(*made, True)
         if not is_launched:
             return None
         for i, t in enumerate(made[0] if num_rows < room else ()):

@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _C
-from ..a2a.layer import ANY_SLACK, MOST_ROOMS, NO_SIZE_HINT, next_size_hint
 from ..a2a.layout import EPLayout
 from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
 from ..comm.error_propagation import reported_after_plan, reporting
@@ -177,7 +176,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
     beside gate and up, and beside down.  balancer: what may make a second plan, in which ranks help others.
     wanted: of which parameters the backward will have gradients, where there is a balancer.  mixture: low has
     the factors of several adapters.
-    Outputs are allocated before the number of rows is known: see a2a/layer.py.  When the operations have
+    Outputs may be allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
     gate_up, gate_up_bias, down, down_bias = parameters
@@ -190,11 +189,12 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         inner *= 2  # a byte has two weights
     up_scale, up_zero, down_scale, down_zero = scales or NO_SCALES
     is_planned = topk_idx is None
-    key = num_tokens.bit_length(), gate_up.data_ptr() if saves else None
     known = layer.capacity if num_rows < 0 else num_rows
-    knows = known is not None
-    hint: int = layer._size_hints.get(key, 0) if known is None else known
-    is_hint = not knows and hint != NO_SIZE_HINT  # hint follows from earlier calls
+    awaits_rows = known is None
+    kept_for = gate_up.data_ptr() if saves else None
+    n = _C.layer_room(layer._c, num_tokens, kept_for) if known is None else known
+    if n == _C.NO_ROOM:
+        n = 0
     empty, dtype = layer._allocator(), layer.dtype
     tag, adapter_columns = mixture or (None, 0)
     balance, moved = (0, 0, 0), None
@@ -205,7 +205,6 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
     recv = empty((layer._recv_words,), (1,), torch.int32)
     y = empty((num_tokens, hidden), (hidden, 1), dtype)
     while True:
-        n = max(hint, 0)
         try:
             rows, a = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
             row_weight = empty((n,), (1,), torch.float32)
@@ -215,13 +214,12 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
             # Else the rows, which the first product has read by then.
             out_rows = empty((n, hidden), (hidden, 1), dtype) if saves else rows
         except Exception:
-            if not is_hint:
+            if not awaits_rows or n == 0:
                 raise
-            # torch frees all memory that it caches before it gives up
-            layer._size_hints[key] = hint = NO_SIZE_HINT
-            is_hint = False
+            # torch frees all memory that it caches before it gives up: do not try again
+            _C.layer_set_room(layer._c, num_tokens, kept_for, _C.NO_ROOM)
+            n = 0
             continue
-        awaits_rows = 0 if knows else 1 + n // 8 if saves else ANY_SLACK
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
             down_zero, layout.plan, moved, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW),
@@ -231,13 +229,9 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
             layout.recv = recv
         if balancer is not None and not is_planned:
             layout._helps = balancer.helps(layer, layout.buffer, wanted, weights, parameters)
-        if is_hint:
-            if len(layer._size_hints) >= MOST_ROOMS and key not in layer._size_hints:
-                layer._size_hints.clear()
-            layer._size_hints[key] = next_size_hint(hint, found, saves, hint - found >= awaits_rows)
         if is_launched:
             break
-        hint, knows, topk_idx, is_planned, is_hint = found, True, None, True, False
+        n, awaits_rows, topk_idx, is_planned = found, False, None, True
     if layer.host_counts:
         layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
         layout._num_rows = sum(layout._expert_rows)
@@ -379,7 +373,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         else:
             g, d_h, weighted, dots, _ = backward_down(layer, dy, plan, down, down_bias, h, row_weight,
                                                       ctx.kernel, ctx.buffer)
-        # Without retain_graph, free gate and up here: the gradients of the weights have hint in their memory.
+        # Without retain_graph, free gate and up here: their memory has room for gradients of the weights.
         ctx.maybe_clear_saved_tensors()
         del h
         # The call of the module makes the gradient of a weight. But a deferred wgrad takes its factors (that

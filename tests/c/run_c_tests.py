@@ -45,7 +45,7 @@ LAUNCH = "capabilities cluster_launch guard launch_order tensor_maps tile_counte
 FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
 TESTS = ("main harness cases ll_cases steps test_alone test_bootstrap test_counters test_deferred_free "
          "test_device test_fork test_heap test_hostile test_interrupt test_launch test_launch_order "
-         "test_low_latency test_memory test_order test_processes test_quantize test_record "
+         "test_low_latency test_memory test_order test_processes test_quantize test_record test_room "
          "test_error_propagation test_sharing test_steps test_tables test_threads test_wire").split()
 # The functions of the system that a source calls from the tests instead. Those of harness.c fail at times.
 # Of test_record.c, open can block, as it does on a file system that is stuck, and free counts its calls.
