@@ -1,7 +1,8 @@
 """The activations of experts, in plain PyTorch.
 
-Where no kernel applies an activation, for example where a gradient is wanted, epmoe takes `activate`.  The
-list of the activations, and which of them have gates, is EP_ACTIVATIONS of csrc/protocol/activation.h.
+Where no kernel applies an activation, epmoe takes `activate`: in float32, and in the gradients of
+`grouped_gemm` and of the mega functions.  EPMoE in 16 bits has kernels for the gradients, too.  The list of
+the activations, and which of them have gates, is EP_ACTIVATIONS of csrc/protocol/activation.h.
 """
 
 import functools

@@ -289,7 +289,7 @@ def compute(experts, layer, x, idx, weight):
     except Exception as error:
         layer._propagate(_C.OP_PLAN, error, 0)
     if takes:
-        return experts_ops.run(layer, x, idx, weight, weights, activation, watched)[0]
+        return experts_ops.run(layer, x, idx, weight, weights, activation, as_operators=watched)[0]
     if factors:
         return _compute_adapted(experts, layer, x, idx, weight, *linears)
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,

@@ -3,8 +3,9 @@
 Forward: plan, dispatch, gate and up, the activation, down, combine.  For a backward the received rows and
 gate and up are saved.  Backward: dispatch of dy, DGRAD of down, the gradient of the activation; then WGRAD of
 down, DGRAD of gate and up, combine of dx, and WGRAD of gate and up.  csrc/layer/experts.c runs them.  Where
-the fused kernels exist, each product of rows shares a launch with the communication beside it.  Elsewhere the
-stages run one after the other, with the same results, bit for bit.
+the fused kernels exist and are faster (csrc/layer/path.c), each product of rows shares a launch with the
+communication beside it.  Elsewhere the stages run one after the other, with the same results, bit for bit.
+The product with gate and up applies the activation; its gradient is a kernel of its own.
 
     call of the module   operations, in their order
     layer_experts        plan; dispatch of x; a = act(h) of h = rows @ gate_up.T + bias; a @ down.T + bias;
@@ -98,8 +99,8 @@ def fits_kernels(*sizes: int) -> bool:
 
 
 def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, parameters: Weights,
-        activation: Activation, as_operators: bool = False, scales: Scales | None = None,
-        lora: LoraOfCall | None = None, balancer: Balancer | None = None) -> tuple[Tensor, EPLayout]:
+        activation: Activation, scales: Scales | None = None, lora: LoraOfCall | None = None,
+        balancer: Balancer | None = None, as_operators: bool = False) -> tuple[Tensor, EPLayout]:
     """Plan, and apply the experts.  Returns (y, layout).
 
     as_operators: something must see operators, which a call with an adapter does not have.  scales: those of
@@ -211,7 +212,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
             low_up, low_down = (low_rows_of(empty, n, pair, 1) for pair in low)
             row_tag = None if tag is None else empty((n,), (1,), torch.int32)
             h = empty((n, columns), (columns, 1), dtype) if saves else None
-            # Else the rows, which the first product has read by then.
+            # The first product has read the rows by then; but a backward reads them, too.
             out_rows = empty((n, hidden), (hidden, 1), dtype) if saves else rows
         except Exception:
             if not awaits_rows or n == 0:
@@ -265,7 +266,7 @@ def backward_down(layer: EPAll2AllLayer, dy: Tensor, plan: Tensor, down: Tensor,
     dy, down = aligned_all(dy, down)
     g, weighted = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
     d_h, dots = empty((n, columns), (columns, 1), dtype), empty((n,), (1,), torch.float32)
-    recv = empty((layer._recv_words,), (1,), torch.int32)
+    recv = empty((layer._recv_words,), (1,), torch.int32)  # not read: the combine of dx has the forward's
     low_rows = low_rows_of(empty, n, low, 2)
     _C.layer_experts_down(layer._c, buffer, (dy, down, plan, h, row_weight, recv, g, weighted, d_h, dots,
                                              *(low or NO_LOW), low_rows, kernel))
@@ -281,8 +282,9 @@ def backward_up(layer: EPAll2AllLayer, d_h: Tensor, gate_up: Tensor, dots: Tenso
                 low: Low | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run the second half of the backward.  Returns (dx, gradient of the routing weights [T, K], low_rows).
 
-    d_down, d_gate_up: where these gradients go, or None.  out_rows: for the rows of dx; may be g if nothing
-    reads g afterwards: the gradient of down is made first, here or before.
+    d_down, d_gate_up: where these gradients go.  None: they are not made here, and g and weighted, or rows,
+    are not read.  out_rows: for the rows of dx; may be g if nothing reads g afterwards: the gradient of down
+    is made first, here or before.
     """
     hidden, topk, empty = layer.hidden, layer.topk, layer._allocator()
     dx = empty((num_tokens, hidden), (hidden, 1), layer.dtype)
@@ -307,7 +309,7 @@ def bias_of(layer: EPAll2AllLayer | LowLatencyAll2All, bias: _T) -> _T:
 def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
     """Return [M]: the expert of each row, and L for a row of no expert."""
     row = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
-    return (torch.searchsorted(offsets, row, right=True) - 1) % len(offsets)
+    return torch.searchsorted(offsets, row, right=True) - 1
 
 
 # ---- eager: an autograd.Function ----
@@ -448,9 +450,10 @@ def _run_backward_up(d_h: Tensor, gate_up: Tensor, d_row_weight: Tensor, plan: T
                      after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     layer = layer_of(layer_id)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
-        rows = layer._empty(len(d_h), layer.hidden)
-        return backward_up(layer, d_h, gate_up, d_row_weight, plan, recv, rows, rows, d_h, None, rows, None,
-                           buffer, num_tokens)[:2]
+        out_rows = layer._empty(len(d_h), layer.hidden)
+        unread = out_rows  # in the place of rows, g and weighted: no gradient of a weight is made here
+        return backward_up(layer, d_h, gate_up, d_row_weight, plan, recv, unread, unread, unread, None,
+                           out_rows, None, buffer, num_tokens)[:2]
 
 
 def _run_sum_of_rows(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> Tensor:

@@ -870,8 +870,8 @@ class EPMoE(nn.Module):
                 if self._records_stats:
                     self._count(counts)
                 return y, None
-            return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, watched,
-                                   scales, of_call, balancer)
+            return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, scales,
+                                   of_call, balancer, as_operators=watched)
         if self.computes_fp8:
             return fp8_training.run(self, cast("EPAll2AllLayer", layer), x, topk_idx, topk_weights, weights)
         gate_up, gate_up_bias, down, down_bias = weights
