@@ -117,12 +117,13 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
             check_mode(tokens, topk_weights, *parameters, *(lora.factors if lora else ()))
         weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)
         empty = layer._allocator()
-        layout = EPLayout(layer, empty((layer._plan_words(len(tokens)),), (1,), torch.int32), len(tokens), 0)
+        num_tokens = tokens.shape[0]  # len() of a tensor is a function of torch in Python
+        layout = EPLayout(layer, empty((layer._plan_words(num_tokens),), (1,), torch.int32), num_tokens, 0)
         if lora is not None and requires_grad(tokens, weight, *lora.factors):
             return lora.apply(tokens, weight, parameters, layer, topk_idx, layout, kernel), layout
         if lora is None and scales is None and requires_grad(tokens, weight, *parameters):
-            return _Experts.apply(tokens, weight, *parameters, layer, topk_idx, layout, kernel,
-                                  balancer), layout
+            of_call = layer, topk_idx, layout, kernel, balancer  # one argument: torch examines each one
+            return _Experts.apply(tokens, weight, *parameters, of_call), layout
         y, rows, *_ = forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False, scales,
                               lora.low() if lora else (None, None), balancer,
                               mixture=lora.mixture if lora else None)
@@ -290,7 +291,7 @@ def backward_up(layer: EPAll2AllLayer, d_h: Tensor, gate_up: Tensor, dots: Tenso
     dx = empty((num_tokens, hidden), (hidden, 1), layer.dtype)
     d_weight = empty((num_tokens, topk), (topk, 1), torch.float32)
     d_h, gate_up, dots = aligned_all(d_h, gate_up, dots)
-    low_rows = low_rows_of(empty, len(d_h), low, 2)
+    low_rows = low_rows_of(empty, d_h.shape[0], low, 2)
     _C.layer_experts_up(layer._c, buffer, (d_h, gate_up, dots, plan, recv, rows, g, weighted, d_down,
                                            out_rows, dx, d_weight, d_gate_up, *(low or NO_LOW), low_rows))
     return dx, d_weight, low_rows
@@ -320,8 +321,9 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
-                down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, topk_idx: Tensor,
-                layout: EPLayout, kernel: Kernel, balancer: Balancer | None) -> Tensor:
+                down: Tensor, down_bias: Tensor | None,
+                of_call: tuple[EPAll2AllLayer, Tensor, EPLayout, Kernel, Balancer | None]) -> Tensor:
+        layer, topk_idx, layout, kernel, balancer = of_call
         parameters = gate_up, gate_up_bias, down, down_bias
         y, rows, h, row_weight, recv, *_ = forward(layer, x, topk_idx, weight, layout, parameters, kernel,
                                                    layer._unread_rows or -1, True, balancer=balancer,
@@ -334,7 +336,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
-        return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), *[None] * 5
+        return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
 
 
 def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool]) -> _Gradients:

@@ -711,16 +711,16 @@ class EPMoE(nn.Module):
             torch.Size([2, 3, 16])
             >>> moe.finalize()
         """
+        is_compiling = torch.compiler.is_compiling()
         has_adapter = self._lora is not None and lora.is_active(self)
-        if (self._weight_gradients is not None or self.computes_fp8 or has_adapter) and (
-                torch.compiler.is_compiling()):
+        if is_compiling and (self._weight_gradients is not None or self.computes_fp8 or has_adapter):
             return self._forward_untraced(x, topk_idx, topk_weights, decode, adapters)
         layer, mixed = self.layer, () if self._lora is None else self._lora.mixed
         has_no_room = bool(mixed) and layer.topk >= _C.MAX_TOPK  # for the number of a token's adapter
         path = None if self.computes_fp8 or has_no_room and decode is None else decoding.path_of(
             layer, decode, (self._format.has_gradients or has_adapter) and not mixed)
         try:
-            if self._balancer is not None and not torch.compiler.is_compiling():
+            if self._balancer is not None and not is_compiling:
                 self._balancer.forget(self)  # first: all ranks do it, whatever happens to one of them
             ddp = DistributedDataParallel._active_ddp_module  # private: a module cannot ask who wraps it
             if ddp is not None and id(ddp) != self._checked_ddp:
@@ -741,11 +741,11 @@ class EPMoE(nn.Module):
             if self._weight_gradients is not None:
                 self._begin_gradients()
             weights = self._weights()
-            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            if not is_compiling and torch.is_inference_mode_enabled():
                 check_recordable(x, topk_weights, *weights, *self._adapter_leaves())
             at_once = self._runs_at_once(path or layer, tokens, topk_weights, weights, watched)
             # A call at once aligns what it needs.  Inside of a compiler or a transform they have no address.
-            if not (at_once or torch.compiler.is_compiling() or is_transformed()):
+            if not (at_once or is_compiling or is_transformed()):
                 tokens = aligned(tokens)
             if not at_once or watched or self.expert_map is not None:  # else the module of C checks them
                 check_rows(layer, layer.max_tokens // layer._copies if path is None else path.max_tokens,
@@ -755,8 +755,9 @@ class EPMoE(nn.Module):
                 self._check_gradients()
                 topk_idx = self.expert_map.physical(topk_idx, layer.rank)
             if path is not None:
-                self.last_layout = None
-            elif torch.compiler.is_compiling() and _have_wrong_sizes(layer, tokens, topk_idx, topk_weights):
+                if not is_compiling:
+                    self._set_last_layout(None)
+            elif is_compiling and _have_wrong_sizes(layer, tokens, topk_idx, topk_weights):
                 # The operator refuses them when it runs, on all ranks. Their backward cannot be traced.
                 tokens, topk_weights = tokens.detach(), topk_weights.detach()
             elif ((not at_once or watched) and torch.is_grad_enabled()
@@ -765,7 +766,7 @@ class EPMoE(nn.Module):
         except Exception as error:
             self._propagate(error, path)
         layout: Layout | None
-        is_named = self.expert_map is None and layer._copies == 1 or torch.compiler.is_compiling()
+        is_named = self.expert_map is None and layer._copies == 1 or is_compiling
         with contextlib.nullcontext() if is_named else placement.naming_experts(self, path or layer, passed):
             if mixed:
                 y, layout = lora_products.run_mixed(self, cast(lora.State, self._lora), path or layer, tokens,
@@ -776,11 +777,14 @@ class EPMoE(nn.Module):
             else:
                 y, layout = self._run(path or layer, tokens, topk_idx, topk_weights, weights, at_once,
                                       watched)
-        if path is None and not torch.compiler.is_compiling():  # recomputed compiled code must not do this
-            self.last_layout = layout
+        if path is None and not is_compiling:  # recomputed compiled code must not do this
+            self._set_last_layout(layout)
         if self._records_stats and layout is not None:
             self._count_layout(layout)
         return y if x.dim() == 2 else unflatten(y, x.shape)
+
+    def _set_last_layout(self, layout: Layout | None) -> None:
+        self.__dict__["last_layout"] = layout  # nn.Module.__setattr__ would first look for parameters: 4 us
 
     @without_dynamo
     def _forward_untraced(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, decode: bool | None,
