@@ -4,9 +4,12 @@ Four processes start once for groups of 2 and once for groups of 4, and run all 
 MoELayers with the same parameters and compares outputs and gradients.
 """
 
+import contextlib
 import dataclasses
 import doctest
+import inspect
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +54,74 @@ def step(layer, x, recompute):
         y = layer(x)[0]
     y.float().square().sum().backward()
     return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in layer.named_parameters()}
+
+
+class NoEvent:
+    """In the place of a CUDA event."""
+
+    def record(self, stream=None):
+        pass
+
+    wait = record
+
+
+def overlapped(layer, config, x):
+    """A step as the schedule of overlap_moe_expert_parallel_comm makes it: the same as step() returns.
+
+    Dispatch, experts and combine are nodes of Megatron, which frees the input of some after their forward.
+    """
+    from megatron.core.pipeline_parallel import utils
+
+    try:
+        from megatron.core.models.gpt.fine_grained_callables import should_free_input
+    except ImportError:  # after 0.19
+        from megatron.core.models.common.utils import should_free_input
+    num_local = (E // config.expert_model_parallel_size,)
+    more = num_local if "num_local_experts" in inspect.signature(should_free_input).parameters else ()
+    dispatcher, of_node = layer.token_dispatcher, {}
+    is_flex = config.moe_token_dispatcher_type == "flex"
+
+    def node(name, forward):
+        return utils.ScheduleNode(forward, None, NoEvent(), name=name,
+                                  free_input=should_free_input(name, True, config, *more))
+
+    def dispatch(tokens, probs):
+        if is_flex:
+            dispatcher._comm_manager.token_probs = probs
+        rows, made = layer.dispatch(tokens, probs)
+        of_node.update(made=made, probs=made.detach().requires_grad_(made.requires_grad))
+        return rows
+
+    def experts(rows):
+        if is_flex:
+            dispatcher._comm_manager.dispatched_probs = of_node["probs"]
+        rows, counts, probs = dispatcher.dispatch_postprocess(rows, of_node["probs"])
+        return dispatcher.combine_preprocess(layer.experts(rows, counts, probs)[0])
+
+    def combine(rows):
+        return dispatcher.combine_postprocess(dispatcher.token_combine(rows))
+
+    x = x.clone().requires_grad_()
+    tokens, probs = dispatcher.dispatch_preprocess(x, *reversed(layer.router(x)))
+    nodes = node("moe_dispatch", dispatch), node("mlp", experts), node("moe_combine", combine)
+    assert nodes[1].free_input
+    with (mock.patch.object(torch.Tensor, "record_stream", lambda t, stream: None),
+          mock.patch.object(torch.cuda.nvtx, "range_push"), mock.patch.object(torch.cuda.nvtx, "range_pop"),
+          mock.patch.object(utils, "stream_acquire_context", lambda *_: contextlib.nullcontext(),
+                            create=True)):  # newer versions have no such function
+        y = nodes[2].forward(nodes[1].forward(nodes[0].forward((tokens, probs))))
+        grad = nodes[1].backward(nodes[2].backward(2 * y.detach()))
+        torch.autograd.backward([nodes[0].output, of_node["made"]], [grad, of_node["probs"].grad])
+    torch.autograd.backward([tokens, probs], nodes[0].get_grad())
+    return {"y": y.detach(), "x": x.grad} | {n: p.grad for n, p in layer.named_parameters()}
+
+
+def both_overlapped(config, rank):
+    pair = layers_of(config)
+    for layer in pair:
+        layer.config.overlap_moe_expert_parallel_comm = True
+    x = torch.randn(9, 1, H, generator=torch.Generator().manual_seed(rank))
+    return [overlapped(layer, layer.config, x) for layer in pair]
 
 
 def too_many_choices(manager, rank, ep):
@@ -135,7 +206,7 @@ def main(rank, world_size, ep):
         integration.EpmoeManager(None, 1, 1, 1, refused)
     manager.router_topk = 2
     return (results, too_many_choices(manager, rank, ep), padded(manager, rank, ep),
-            growth(manager, rank, ep))
+            both_overlapped(config_of(ep, 2, F32, None), rank), growth(manager, rank, ep))
 
 
 @pytest.fixture(scope="module", params=(2, 4))
@@ -168,7 +239,7 @@ def test_integrations_megatron_too_many_choices(results):
 
 
 def test_integrations_megatron_pads_rows(results):
-    for _, _, (rows, probs, counts), _ in results:
+    for _, _, (rows, probs, counts), *_ in results:
         assert all(n % 16 == 0 for n in counts.tolist()) and len(rows) == len(probs) == counts.sum()
         assert probs.dtype == torch.float64  # moe_router_dtype
         is_padding = probs == 0
@@ -176,7 +247,14 @@ def test_integrations_megatron_pads_rows(results):
         for group in is_padding.split(counts.tolist()):
             assert torch.equal(group, group.sort(stable=True).values)  # padding comes last
     # An expert without rows gets no padding.
-    assert min(counts[0] for _, _, (_, _, counts), _ in results) == 0
+    assert min(counts[0] for _, _, (_, _, counts), *_ in results) == 0
+
+
+def test_integrations_megatron_in_the_overlapped_schedule(results):
+    """Megatron frees the rows of dispatch, and the experts need what they took for their backward."""
+    for *_, (got, wanted), _ in results:
+        assert got.keys() == wanted.keys() and got["router.weight"] is not None
+        assert all(torch.equal(got[name], wanted[name]) for name in wanted if wanted[name] is not None)
 
 
 def test_integrations_megatron_layer_grows(results):

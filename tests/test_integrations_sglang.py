@@ -202,14 +202,16 @@ def errors_of(group, rank):
     deepep = sys.modules[sglang_modules.DEEPEP]
     found = [with_setting(parallel, "nnodes", 2, make, group),
              message(make, types.SimpleNamespace(size=lambda: 16)), message(make, group, 17, 4),
-             message(deepep.DeepEPDispatcher, group, 2, num_experts=E),
+             message(deepep.DeepEPDispatcher, group, 2),
              with_setting(server, "deepep_config", "{}", make, group),
              with_setting(server, "output_dtype", "nvfp4", make, group)]
     vars(server).update(is_extend=False, has_deep_gemm=False)
     d = make(group)
     found.append(message(d.set_quant_config, {"input_global_scale": 1}))
-    d.set_overlap_args(None, {})  # where SGLang overlaps only dispatch
-    found.append(message(d.set_overlap_args, object(), {}))
+    # where SGLang overlaps only dispatch, or nothing
+    for nothing in None, types.SimpleNamespace(overlap=False):
+        d.set_overlap_args(nothing, {})
+    found.append(message(d.set_overlap_args, types.SimpleNamespace(overlap=True), {}))
     d.set_quant_config({"dispatcher_output_dtype": "bf16"})
     found += [message(d.combine, combine_input=None), message(d.dispatch_b)]
     topk = types.SimpleNamespace(topk_ids=torch.zeros(1, 2, dtype=torch.int32), topk_weights=torch.ones(1, 2))
@@ -261,12 +263,20 @@ def main(rank, world_size, which):
 
 
 def check_barriers(dispatcher, first, size, rank):
-    """While DeepGEMM compiles, each operation has a barrier of SGLang before it."""
+    """While DeepGEMM compiles, each operation has a barrier of SGLang before it, and the first one too."""
+    from epmoe.integrations import sglang_transport
+
     os.environ["SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE"] = "1"
-    parallel.tp_group.barrier.reset_mock()
-    for mode in ("normal", "low_latency"):
-        run_case(dispatcher, (mode, (2, 0, 3, 1), 2, F32, False, False), first, size, rank)
-    assert parallel.tp_group.barrier.call_count == 4
+    barrier, shared = parallel.tp_group.barrier, sglang_transport._shared
+    for mode, num_first in (("normal", 3), ("low_latency", 2)):
+        sglang_transport._shared, num_made = {}, []
+        barrier.reset_mock()
+        barrier.side_effect = lambda: num_made.append(len(sglang_transport._shared))
+        for num_barriers in (num_first, num_first + 2):
+            run_case(dispatcher, (mode, (2, 0, 3, 1), 2, F32, False, False), first, size, rank)
+            assert barrier.call_count == num_barriers
+        assert num_made[0] == 0 and num_made[-1] == 1  # the creation of the buffers comes after a barrier
+    barrier.side_effect, sglang_transport._shared = None, shared
     del os.environ["SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE"]
 
 
@@ -326,7 +336,7 @@ def test_integrations_sglang_hooks(results):
 def test_integrations_sglang_refuses_what_it_does_not_have(results):
     texts = ("ValueError: 4 expert-parallel ranks on 2 nodes",
              "ValueError: 16 expert-parallel ranks on 1 nodes",
-             "ValueError: 17 experts, of which a rank has 4", "TypeError: num_experts and num_local_experts",
+             "ValueError: 17 experts on 4 ranks", "TypeError: num_experts is missing",
              "ValueError: --deepep-config",
              "NotImplementedError: the experts want rows of nvfp4",
              "NotImplementedError: the experts want rows of nvfp4",

@@ -446,3 +446,5 @@ def test_integrations_changed_methods_are_errors():
         layers.check_methods("torch", epmoe.EPAll2AllLayer, combine="self rows")
     with pytest.raises(ImportError, match=r"EPAll2AllLayer.absent has changed: its parameters are \(missing"):
         layers.check_methods("torch", epmoe.EPAll2AllLayer, absent="self")
+    with pytest.raises(ImportError, match="no-such-package of unknown version: EPAll2AllLayer.absent has"):
+        layers.check_methods("no-such-package", epmoe.EPAll2AllLayer, absent="self")

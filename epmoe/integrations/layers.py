@@ -213,6 +213,14 @@ def pad_rows(rows, places, num_padded):
 # ---- extension points ----
 
 
+def _version(package):
+    """Return the version of a distribution, for a message."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # it runs from its source tree
+        return "of unknown version"
+
+
 def check_methods(package, cls, **parameters):
     """Raise if methods of a class do not have the parameters for which its adapter was written.
 
@@ -232,6 +240,6 @@ def check_methods(package, cls, **parameters):
         method = getattr(cls, name, None)
         found = " ".join(inspect.signature(method).parameters) if method else "missing"
         if found != expected:
-            raise ImportError(f"{package} {importlib.metadata.version(package)}: {cls.__name__}.{name} has "
+            raise ImportError(f"{package} {_version(package)}: {cls.__name__}.{name} has "
                               f"changed: its parameters are ({found}), and epmoe's adapter was written for "
                               f"({expected}); install the version that epmoe's documentation names")

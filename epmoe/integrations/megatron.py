@@ -209,6 +209,10 @@ class EpmoeManager(_megatron._DispatchManager):
         Examples:
             See docs/megatron.md.
         """
+        # With this option Megatron frees the rows of dispatch after the forward of the experts, which keep
+        # what they take for their backward. It expects a permutation here, whose result is other memory.
+        if self.config.overlap_moe_expert_parallel_comm:
+            hidden_states = hidden_states.clone()
         return hidden_states, self.dispatched_probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states):

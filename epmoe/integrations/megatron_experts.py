@@ -117,7 +117,8 @@ class EpmoeGroupedMLP(_megatron.GroupedMLP):
         """Return the activated rows, and a function to call with what is made of them."""
         if not self.activation_recompute:
             return self.activation_func_with_probs(h, probs), lambda y: None
-        self.activation_checkpoint = tensor_parallel.CheckpointWithoutOutput()
+        # The default, False, counts as FP8 of Transformer Engine, too.
+        self.activation_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
         act = self.activation_checkpoint.checkpoint(self.activation_func_with_probs, h, probs)
         return act, self.activation_checkpoint.discard_output_and_register_recompute
 

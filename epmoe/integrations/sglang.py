@@ -51,7 +51,7 @@ class EpmoeDispatcher(BaseDispatcher):
         router_topk: Not read: K is that of topk_ids, which may have a shared expert beside the router's.
         permute_fusion: Not read.
         num_experts: E, with redundant experts; rank r has the experts r * L to (r + 1) * L.
-        num_local_experts: L.
+        num_local_experts: Not read: some models leave the redundant experts out.
         hidden_size: Not read: H is that of the tokens.
         params_dtype: Not read: the dtype is that of the tokens.
         deepep_mode: SGLang's DeepEPMode.  AUTO: normal where the batch has a prefill, else low latency.
@@ -60,8 +60,8 @@ class EpmoeDispatcher(BaseDispatcher):
         runner_backend: SGLang's MoeRunnerBackend, which helps to choose bf16 or fp8, or None.
 
     Raises:
-        ValueError: For more than 8 ranks, several nodes, an E that is not L * W, or --deepep-config.
-        TypeError: Without num_experts and num_local_experts.
+        ValueError: For more than 8 ranks, several nodes, an E that is no multiple of W, or --deepep-config.
+        TypeError: Without num_experts.
         NotImplementedError: When the experts want rows of another dtype than bf16 or fp8.
         EpError: As World.of.
 
@@ -80,7 +80,7 @@ class EpmoeDispatcher(BaseDispatcher):
                  hidden_size=None, params_dtype=None, deepep_mode=Mode.AUTO, async_finish=False,
                  return_recv_hook=False, runner_backend=None):
         super().__init__()
-        _check(group.size if isinstance(group, World) else group.size(), num_experts, num_local_experts)
+        _check(group.size if isinstance(group, World) else group.size(), num_experts)
         world = World.of(group)
         self.deepep_mode = deepep_mode
         self.runner_backend = runner_backend
@@ -216,16 +216,17 @@ class EpmoeDispatcher(BaseDispatcher):
         """Refuse to begin a combine before the experts are done.
 
         Args:
-            combine_overlap_args: SGLang's CombineOverlapArgs, or None where only dispatch is overlapped.
+            combine_overlap_args: SGLang's CombineOverlapArgs, whose `overlap` says whether combine shall run
+                beside the last GEMM, or None where only dispatch is overlapped.
             meta_overlap_args: Not read.
 
         Raises:
-            NotImplementedError: For other combine_overlap_args than None.
+            NotImplementedError: Where combine shall overlap with the last GEMM.
 
         Examples:
             See docs/sglang.md.
         """
-        if combine_overlap_args is not None:
+        if combine_overlap_args is not None and combine_overlap_args.overlap:
             raise NotImplementedError("epmoe's combine does not overlap with the GEMM before it: serve "
                                       "without --enable-single-batch-overlap, or unset EPMOE_SGLANG")
 
@@ -266,7 +267,7 @@ class EpmoeDispatcher(BaseDispatcher):
         return pending[1]()
 
 
-def _check(num_ranks, num_experts, num_local_experts):
+def _check(num_ranks, num_experts):
     """Raise for what epmoe does not have, with what to write."""
     parallel = get_parallel()
     if num_ranks > _MAX_RANKS or parallel.nnodes > parallel.pp_size:
@@ -274,13 +275,11 @@ def _check(num_ranks, num_experts, num_local_experts):
         raise ValueError(f"{num_ranks} expert-parallel ranks on {num_nodes} nodes: epmoe serves at most "
                          f"{_MAX_RANKS} ranks of one node; use a --tp of at most {_MAX_RANKS} on one node, "
                          f"or unset EPMOE_SGLANG")
-    if num_experts is None or num_local_experts is None:
-        raise TypeError("num_experts and num_local_experts are missing: pass the experts of all ranks and of "
-                        "one rank")
-    if num_experts != num_local_experts * num_ranks:
-        raise ValueError(f"{num_experts} experts, of which a rank has {num_local_experts}, on {num_ranks} "
-                         f"ranks: epmoe wants as many on each rank; add --ep-num-redundant-experts, or unset "
-                         f"EPMOE_SGLANG")
+    if num_experts is None:
+        raise TypeError("num_experts is missing: pass the number of experts of all ranks")
+    if num_experts % num_ranks:
+        raise ValueError(f"{num_experts} experts on {num_ranks} ranks: epmoe wants as many on each rank; add "
+                         f"--ep-num-redundant-experts, or unset EPMOE_SGLANG")
     if moe.get_deepep_config():
         raise ValueError("--deepep-config sets DeepEP's queues, which epmoe does not have: leave it out, or "
                          "unset EPMOE_SGLANG")

@@ -59,6 +59,7 @@ class Normal(Transport):
     def _buffer(self, device):
         key = self.world, device
         if key not in _shared:
+            _wait_for_compilation()  # the creation is collective
             _shared[key] = Buffer(self.world, device=device)
         return _shared[key]
 
@@ -123,8 +124,8 @@ class LowLatency(Transport):
         return _shared[key]
 
     def send(self, x, topk, is_split):
+        _wait_for_compilation()  # also before the creation of the layer, which is collective
         layer, buffers = self._layer(x, topk)
-        _wait_for_compilation()
         fp8 = self.is_fp8
         if fp8 and deep_gemm_wrapper.DEEPGEMM_BLACKWELL:
             fp8 = "ue8m0"

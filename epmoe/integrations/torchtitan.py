@@ -127,13 +127,17 @@ class EpmoeTokenDispatcher(BaseEPTokenDispatcher):
                 rest are zeros.
 
         Raises:
-            RuntimeError: In compiled code, when no layer has been made before.
+            RuntimeError: In compiled code, when no layer has been made before; and in the capture of a CUDA
+                graph.
             ValueError, TypeError, EpError: As EPAll2AllLayer.dispatch.
 
         Examples:
             See the class.
         """
         del num_local_tokens_per_expert_E
+        if x_TD.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("epmoe's dispatcher in a CUDA graph: the host reads the number of rows, which "
+                               "a graph cannot do: set --training.disable_cuda_graphs")
         x, scores, ids = (t.contiguous() for t in (x_TD, topk_scores_TK, topk_expert_ids_TK))
         if torch.compiler.is_compiling():
             if self.layer is None:
