@@ -41,6 +41,7 @@ CASES = [((9, 9, 9, 9), 2, F32, "NoOP", False), ((9, 9, 9, 9), 2, F32, "Contiguo
          ((5, 0, 2, 1), 2, F32, "NoOP", False, 8, "mxfp8")]
 MAX_TOKENS = 16
 GRAPH = 13  # the most tokens of a rank in a CUDA graph
+GRAPHS = 4, GRAPH
 
 
 # ---- in the ranks ----
@@ -106,11 +107,12 @@ def config_of(size, backend="allgather_reducescatter", ep=True, **changes):
         skip_final_all_reduce=False, elastic_ep_max_dp_size=size) | changes)
 
 
-def settings(graphs="NONE", elastic=False):
-    """A stand-in for get_current_vllm_config."""
+def settings(graphs="NONE", elastic=False, of_encoder=False):
+    """A stand-in for get_current_vllm_config_or_none."""
     mode = types.SimpleNamespace(name=graphs)
     return lambda: types.SimpleNamespace(
-        compilation_config=types.SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=GRAPH),
+        compilation_config=types.SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=GRAPH,
+                                                 cudagraph_mm_encoder=of_encoder),
         parallel_config=types.SimpleNamespace(enable_elastic_ep=elastic))
 
 
@@ -162,15 +164,15 @@ def sent_to(ours, case, ranks):
 
 
 def check_prepared(rows, scales, meta, ids, row_weights, ours, case, ranks, fixed):
-    """Check what prepare returns, and return M. Where `fixed`, zeros follow the M rows."""
+    """Check what prepare returns, and return M. fixed: None, or sizes of graphs: zeros follow the rows."""
     chosen = torch.cat([inputs(r, case)[1].flatten() for r in ranks])
     counts = (chosen[None] == ours[:, None]).sum(1)
     num = int(counts.sum())
     assert meta is None  # vLLM's CutlassExpertsFp8 asserts that it has no counts
     total = num
-    if fixed:
+    if fixed is not None:
         most = max(case[0][r] for r in ranks)
-        total = len(ranks) * next(size for size in (4, GRAPH, most) if size >= most) * case[1]
+        total = len(ranks) * next(size for size in (*fixed, most) if size >= most) * case[1]
     assert len(rows) == total and ids.shape == row_weights.shape == (total, 1) and ids.dtype == torch.int32
     assert torch.equal(ids[:num, 0].long(), ours.repeat_interleave(counts))
     others = set(range(-1, num_experts(case))) - set(ours.tolist())
@@ -185,7 +187,7 @@ def check_prepared(rows, scales, meta, ids, row_weights, ours, case, ranks, fixe
     return num
 
 
-def run_case(mover, case, first, size, rank, fixed=False):
+def run_case(mover, case, first, size, rank, fixed=None):
     """Check what prepare returns. Return the output and what it must be."""
     _, topk, dtype, left, on_input, *_ = case
     x, idx, weights = inputs(rank, case)
@@ -219,8 +221,63 @@ def run_fixed(integration, case, group, size, rank):
     integration.is_workspace_manager_initialized = lambda: True
     for locked in (False, True):
         integration.current_workspace_manager = lambda: types.SimpleNamespace(is_locked=lambda: locked)
-        y, _ = run_case(mover, case, first, size, rank, fixed=max(tokens) <= GRAPH or not locked)
+        is_fixed = max(tokens) <= GRAPH or not locked
+        y, _ = run_case(mover, case, first, size, rank, GRAPHS if is_fixed else None)
     return y
+
+
+def check_close(got, want):
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+
+
+def run_without_graphs(integration, group, size, rank):
+    """Where vLLM locks the memory without graphs of these calls, the first ones show the most rows."""
+    tokens = [9, 0, 4, 2][:size]
+    integration.get_forward_context = lambda: types.SimpleNamespace(
+        dp_metadata=types.SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens)))
+    case = (tokens * 4, 2, F32, "NoOP", False)
+    for locks in (False, True):
+        mover = integration.EpmoePrepareAndFinalize(group, MAX_TOKENS, H, 2, E, F32, "cpu",
+                                                    locks_memory=locks)
+        integration.current_workspace_manager = lambda: types.SimpleNamespace(is_locked=lambda: False)
+        check_close(*run_case(mover, case, rank // size * size, size, rank, () if locks else None))
+
+
+def run_equal(integration, group, size, rank):
+    """Context parallelism alone: all ranks have as many tokens, and vLLM has no metadata."""
+    integration.get_forward_context = lambda: types.SimpleNamespace(dp_metadata=None)
+    mover = integration.EpmoePrepareAndFinalize(group, MAX_TOKENS, H, 2, E, F32, "cpu", GRAPH,
+                                                has_equal_tokens=True)
+    integration.current_workspace_manager = lambda: types.SimpleNamespace(is_locked=lambda: True)
+    for num_tokens in (GRAPH, 0, MAX_TOKENS):
+        case = (num_tokens,) * 4, 2, F32, "NoOP", False
+        check_close(*run_case(mover, case, rank // size * size, size, rank,
+                              GRAPHS if num_tokens <= GRAPH else None))
+
+
+def run_sequence_parallel(integration, group, rank):
+    """Ranks 0 and 1 share the tokens of a data-parallel rank, and 2 and 3 those of another."""
+    for of_dp, is_fixed in (((5, 3), True), ((13, 1), True), ((0, 9), True), ((25, 3), False),
+                            ((1, 0), True)):
+        integration.get_forward_context = lambda: types.SimpleNamespace(
+            dp_metadata=types.SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(of_dp)))
+        mover = integration.EpmoePrepareAndFinalize(group, MAX_TOKENS, H, 2, 7, F32, "cpu", -(-GRAPH // 2), 2)
+        integration.current_workspace_manager = lambda: types.SimpleNamespace(is_locked=lambda: True)
+        case = tuple(-(-of_dp[r // 2] // 2) for r in range(4)), 2, F32, "Contiguous", False, 7
+        check_close(*run_case(mover, case, 0, 4, rank, (-(-GRAPH // 2),) if is_fixed else None))
+
+
+def check_ids(integration):
+    """vLLM's experts and those of the layer, where the first ranks have one more than the others."""
+    for num, size in ((7, 4), (7, 3), (3, 4), (1, 2), (8, 4), (60, 8)):
+        mover = types.SimpleNamespace(_num=num // size, _more=num % size,
+                                      _num_physical=(num // size + (num % size > 0)) * size)
+        ids = torch.arange(-1, num + 3, dtype=torch.int32)
+        got = integration.EpmoePrepareAndFinalize._physical(mover, ids).tolist()
+        local = mover._num_physical // size
+        of_rank = [r * local + i for r in range(size) for i in range(num // size + (r < num % size))]
+        assert got[:num + 2] == [-1, *of_rank, mover._num_physical]
+        assert min(got[num + 2:]) > mover._num_physical  # wrong ids stay wrong
 
 
 def errors_of(integration, size):
@@ -239,11 +296,18 @@ def errors_of(integration, size):
     say(make, config_of(size), None, None, True, use_monolithic=True)
     say(make, config_of(size, is_lora_enabled=True), None, None, True)
     say(make, config_of(size, skip_final_all_reduce=True), None, None, True)
-    integration.get_current_vllm_config = settings(elastic=True)
+    integration.get_current_vllm_config_or_none = settings(elastic=True)
     say(make, config_of(size), None, None, True)
-    integration.get_current_vllm_config = settings("PIECEWISE")
-    assert integration._graph_tokens(config_of(size, device="cuda")) == GRAPH
-    assert integration._graph_tokens(config_of(size)) == 0
+    on_gpu = config_of(size, device="cuda")
+    for now, wanted in ((settings("PIECEWISE"), (GRAPH, True)), (settings(of_encoder=True), (0, True)),
+                        (settings(), (0, False)), (lambda: None, (0, False))):  # None: as it was known
+        integration.get_current_vllm_config_or_none = now
+        assert tuple(integration._graph_options(on_gpu).values()) == wanted
+    integration.get_current_vllm_config_or_none = settings("PIECEWISE")
+    assert integration._graph_options(config_of(size)) == {}
+    of_two = types.SimpleNamespace(sp_size=2)
+    assert integration._graph_options(types.SimpleNamespace(
+        device="cuda", moe_parallel_config=of_two))["graph_tokens"] == -(-GRAPH // 2)
     mover = make(config_of(size), None, None, True)  # without CUDA there are no graphs
     x, idx = torch.ones(1, H), torch.zeros(1, 2, dtype=torch.int32)
     call = x, torch.ones(1, 2), idx, E, None
@@ -283,7 +347,7 @@ def main(rank, world_size, which):
     integration.use()
     make = sys.modules[vllm_modules.OWN[1]].maybe_make_prepare_finalize
     assert other.maybe_make_prepare_finalize is make is integration._choose
-    integration.get_current_vllm_config = settings()
+    integration.get_current_vllm_config_or_none = settings()
     vllm_quantized.prepare()
     if which == "source":
         vllm_modules.prepare_kernel()
@@ -308,6 +372,12 @@ def main(rank, world_size, which):
                     y = run_kernel(mover, case, rank // size * size, size, rank)
                     assert torch.equal(y, results[size, case][0])
                 results[size, case] += run_fixed(integration, case, group.cpu_group, size, rank),
+        with torch.inference_mode():
+            run_without_graphs(integration, group.cpu_group, size, rank)
+            run_equal(integration, group.cpu_group, size, rank)
+            if size == 4:
+                run_sequence_parallel(integration, group.cpu_group, rank)
+    check_ids(integration)
     return results, errors_of(integration, size)
 
 

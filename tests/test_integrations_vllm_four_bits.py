@@ -26,6 +26,7 @@ GRAPH = 5  # the most tokens of a rank in a CUDA graph
 H, I, K, TOKENS = four_bit_cases.HIDDEN, four_bit_cases.INNER, four_bit_cases.K, four_bit_cases.TOKENS
 BF16, F16 = torch.bfloat16, torch.float16
 OURS = "epmoe.integrations.vllm_four_bits"
+UNINTERLEAVED = {"swiglu_alpha": 1.25, "swiglu_limit": 5.0, "swiglu_beta": 1.0}
 # (format, number of experts, activation of vLLM, attributes of its layer, epmoe's activation, dtype)
 CASES = {
     "gpt-oss": (Mxfp4(), 8, "swigluoai", {}, "gpt_oss", BF16),
@@ -34,8 +35,8 @@ CASES = {
     "DeepSeek-V4": (Mxfp4(), 7, "silu", {"swiglu_limit": 10.0}, epmoe.SwiGLU(limit=10.0), BF16),
     "int4": (Int4(32), 8, "silu", {}, "swiglu", BF16),
     "int4 of 128": (Int4(128), 8, "silu", {"swiglu_limit": 1.5}, epmoe.SwiGLU(limit=1.5), F16),
-    "int4 with zeros": (Int4(64, zero_points=True), 7, "swigluoai_uninterleave", {},
-                        epmoe.SwiGLU(1.702, 7.0, 1), BF16),
+    "int4 with zeros": (Int4(64, zero_points=True), 7, "swigluoai_uninterleave", UNINTERLEAVED,
+                        epmoe.SwiGLU(1.25, 5.0, 1), BF16),
     "weights on the input": (Int4(32), 8, "silu", {"apply_router_weight_on_input": True}, "swiglu", BF16),
 }
 
@@ -72,7 +73,8 @@ def config_of(size, num_experts, activation, dtype=BF16, bias=False, topk=K, ran
         in_dtype=dtype, device="cpu", max_num_tokens=TOKENS, is_lora_enabled=False,
         skip_final_all_reduce=False, moe_backend="auto", has_bias=bias, is_act_and_mul=True, tp_rank=0,
         rocm_aiter_fmoe_enabled=False, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None,
-        activation_situ_beta=None, activation_situ_linear_beta=None) | changes)
+        activation_situ_beta=None, activation_situ_linear_beta=None, shared_expert_prefix=None,
+        tp_size=1, tp_shard_with_padding=False, w13_num_shards=2) | changes)
 
 
 def quantization_of(format, is_deepseek=False):
@@ -143,6 +145,11 @@ def make_layer(name, of, size, place):
     moe = config_of(size, num_experts, activation, dtype, has_bias(name), topk_of(name), place)
     layer = layer_of(quantization_of(format, name == "DeepSeek-V4"), moe, own, dtype, **attributes)
     assert type(layer.quant_method).__module__ == OURS
+    # vLLM keeps what holds a loader, unless the loader is a method of the layer.
+    assert all(p.weight_loader.__self__ is layer for p in layer.parameters())
+    # By this vLLM's gpt-oss knows how to load single experts.
+    assert getattr(layer.quant_method, "weight_dtype", None) == ("gpt_oss_mxfp4" if isinstance(format, Mxfp4)
+                                                                 else None)
     load(layer, name, of, own)
     layer.quant_method.process_weights_after_loading(layer)
     return layer
@@ -153,10 +160,14 @@ def run_case(integration, name, group, size, rank):
     format, num_experts, _, _, ours, dtype = CASES[name]
     topk, first = topk_of(name), rank // size * size
     of = four_bit_cases.codes_of(num_experts, format, dtype, bias=has_bias(name))
-    integration._graph_tokens = lambda moe: 0
+    integration._graph_options = lambda moe: {}
     layer = make_layer(name, of, size, rank - first)
-    integration._graph_tokens = lambda moe: GRAPH
+    integration._graph_options = lambda moe: {"graph_tokens": GRAPH}
     captured = make_layer(name, of, size, rank - first)
+    for p in captured.parameters():  # as after vLLM has loaded new weights into other memory
+        before = p.data
+        p.data = before.clone()
+        before.zero_()
     most = torch.tensor([tokens_of(r) for r in range(first, first + size)])
     integration.get_forward_context = lambda: types.SimpleNamespace(
         dp_metadata=types.SimpleNamespace(num_tokens_across_dp_cpu=most))
@@ -200,8 +211,8 @@ def choices():
         torch.nn.Module.__init__(layer)
         layer.moe_config = moe = config_of(1, 4, activation, **config or {})
         layer.activation = moe.activation
-        layer.swiglu_limit = layer.swiglu_alpha = None
-        layer.swiglu_beta = attributes.pop("swiglu_beta", None)
+        layer.swiglu_limit = layer.swiglu_alpha = layer.swiglu_beta = None
+        vars(layer).update(attributes)
         chosen = quantization.get_quant_method(layer, "layer.experts")
         return type(chosen).__name__ in ("Mxfp4Method", "Int4Method")
 
@@ -222,6 +233,8 @@ def choices():
         ("with groups that do not fit", (Int4(128),), {"config": {"hidden_dim": 192}}),
         ("with another activation", (Int4(), "gelu"), {}),
         ("with another beta", (Mxfp4(), "swigluoai"), {"swiglu_beta": 0.0}),
+        *((f"without {name}", (Int4(), "swigluoai_uninterleave"), UNINTERLEAVED | {name: None})
+          for name in UNINTERLEAVED),  # vLLM has other defaults
         ("without a gate", (Int4(),), {"config": {"is_act_and_mul": False}}),
         ("with biases in INT4", (Int4(),), {"config": {"bias": True}}),
         ("with quantized tokens", (Int4(),), {"method": method_of_vllm(Int4(), input_quant="fp8")}),
@@ -230,6 +243,7 @@ def choices():
         ("of groups of 16", (Int4(),), {"method": method_of_vllm(Int4(), group_size=16)}),
         ("with act-order", (Int4(),), {"method": method_of_vllm(Int4(), actorder="group")}),
         ("of another method", (Int4(),), {"method": "UnquantizedFusedMoEMethod"}))}
+    found["with numbers"] = chosen(Int4(), "swigluoai_uninterleave", **UNINTERLEAVED)
     fast = vllm_four_bits.capabilities
     vllm_four_bits.capabilities = lambda device: types.SimpleNamespace(has_hopper=device.index == 3)
     found["on Hopper"] = chosen(Int4(), config={"device": "cuda:3"})
@@ -262,8 +276,9 @@ def main(rank, world_size, which):
     if which == "source":
         vllm_modules.prepare_kernel()
     mode = types.SimpleNamespace(name="NONE")
-    integration.get_current_vllm_config = lambda: types.SimpleNamespace(
-        compilation_config=types.SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=0),
+    integration.get_current_vllm_config_or_none = lambda: types.SimpleNamespace(
+        compilation_config=types.SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=0,
+                                                 cudagraph_mm_encoder=False),
         parallel_config=types.SimpleNamespace(enable_elastic_ep=False))
     results = {}
     for size in SIZES:
@@ -316,7 +331,7 @@ def test_integrations_vllm_four_bits_chooses(results):
 
 def test_integrations_vllm_four_bits_names_the_weights(results):
     for *_, message in results:
-        assert message and message.startswith("layer.experts.w2_weight: scales") or "2^73" in message
+        assert message and message.startswith("layer.experts.w2_weight: a scale is 2^73")
 
 
 def test_integrations_vllm_four_bits_leaves_changed_classes_alone():

@@ -222,8 +222,8 @@ def _load_stand_in():
         layer.register_parameter(param_name, torch.nn.Parameter(new_tensor, requires_grad=False))
 
     for name in ("config", "distributed", "forward_context", "logger"):
-        add_module(f"vllm.{name}", get_current_vllm_config=None, get_ep_group=None, get_forward_context=None,
-                   init_logger=unittest.mock.MagicMock())
+        add_module(f"vllm.{name}", get_current_vllm_config_or_none=None, get_ep_group=None,
+                   get_forward_context=None, init_logger=unittest.mock.MagicMock())
     add_module("vllm.v1.worker.workspace", current_workspace_manager=None,
                is_workspace_manager_initialized=lambda: False)
     add_module(FOUR_BITS[0], MoEActivation=MoEActivation)
@@ -269,7 +269,9 @@ def _load_four_bits():
         get_supported_act_dtypes = get_min_capability = get_config_filenames = from_config = None
 
     add_module(f"{QUANTIZATION}.compressed_tensors.compressed_tensors", CompressedTensorsConfig=Other)
+    add_module(f"{QUANTIZATION}.online.moe_base", OnlineMoEMethodBase=type("Online", (), {}))
     add_module("vllm.models.deepseek_v4", DeepseekV4FP8Config=Other)
+    add_module("vllm.models.deepseek_v41", DeepseekV4FP8Config=Other)
 
 
 def load(which, four_bits=False):

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 try:
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed import get_ep_group
     from vllm.forward_context import get_forward_context
     from vllm.logger import init_logger
@@ -30,7 +30,6 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(f"epmoe.integrations.vllm needs vLLM 0.33: {error}") from error
 
-from ..moe.placement import ExpertMap
 from . import layers
 from .layers import check_methods
 
@@ -73,6 +72,9 @@ class EpmoePrepareAndFinalize(_Base):
         graph_tokens: The most tokens of a rank in a CUDA graph, or 0.  Where no rank has more tokens in a
             call, the outputs of prepare have a fixed size and the host reads nothing.
         sequence_ranks: The ranks that share the tokens of one data-parallel rank (sequence parallelism).
+        has_equal_tokens: All ranks have the same number of tokens in a call, as without data parallelism.
+        locks_memory: vLLM gives its experts no more memory after its first calls, as it does when it has
+            captured graphs.
 
     Raises:
         ValueError, TypeError, EpError: As EPAll2AllLayer.
@@ -86,7 +88,7 @@ class EpmoePrepareAndFinalize(_Base):
     """
 
     def __init__(self, group, max_tokens, hidden, topk, num_experts, dtype, device, graph_tokens=0,
-                 sequence_ranks=1):
+                 sequence_ranks=1, has_equal_tokens=False, locks_memory=False):
         super().__init__()
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -100,16 +102,14 @@ class EpmoePrepareAndFinalize(_Base):
         num, more = divmod(num_experts, world.size)
         ends = [(r + 1) * num + min(r + 1, more) for r in range(world.size)]
         self._own = range(([0] + ends)[world.rank], ends[world.rank])
-        self._num_experts = self._num_physical = num_experts
-        self._map = None  # from vLLM's ids to the layer's experts, where they differ
-        if more:
-            held = [e if e < end else -1 for first, end in zip([0] + ends, ends)
-                    for e in range(first, first + num + 1)]
-            self._map = ExpertMap(torch.tensor(held, device=device, dtype=torch.int64), num_experts)
-            self._num_physical = len(held)
+        self._num_experts = num_experts
+        self._num, self._more = num, more
+        self._num_physical = (num + (more > 0)) * world.size  # of the layer, in which all ranks have as many
         shape = hidden, topk, self._num_physical, dtype, device
         layers.make_layer(group, max_tokens, *shape, **self._options)
         self._sequence_ranks = sequence_ranks
+        self._has_equal_tokens = has_equal_tokens
+        self._locks_memory = locks_memory or graph_tokens > 0
         self._fixed = [layers.make_layer(group, size, *shape, capacity=world.size * size * topk,
                                          **self._options) for size in _graph_sizes(graph_tokens)]
 
@@ -218,9 +218,8 @@ class EpmoePrepareAndFinalize(_Base):
                 raise ValueError(f"apply_router_weight_on_input with {topk_ids.shape[1]} experts for each "
                                  f"token: it needs one")
             a1 = a1 * topk_weights.to(a1.dtype)
-        idx = topk_ids if self._map is None else self._map.physical(topk_ids)
-        call = a1.contiguous(), idx.contiguous(), topk_weights.contiguous()
-        most = self._most_tokens()
+        call = a1.contiguous(), self._physical(topk_ids).contiguous(), topk_weights.contiguous()
+        most = self._most_tokens(a1)
         layer = self._layer_of_fixed_size(a1, most)
         if layer is None:
             rows, weights, self._layout = layers.dispatch(self._group, *call, self._num_physical,
@@ -229,8 +228,8 @@ class EpmoePrepareAndFinalize(_Base):
             rows, weights, self._layout = layer.dispatch(*call)
         self._num_rows = len(rows)
         self._num_expected = max(1, len(rows)) if layer is None else layer.expected_rows
-        if layer is None and most is not None and _workspace_grows():
-            # After the capture of graphs, vLLM's experts get no more memory: show them the most rows now.
+        if layer is None and most is not None and self._locks_memory and _workspace_grows():
+            # Soon vLLM's experts get no more memory: show them the most rows now.
             more = self._num_ranks * most * topk_ids.shape[1] - len(rows)
             rows, weights = pad(rows, (0, 0, 0, more)), pad(weights, (0, more))
         counts = self._layout.tokens_per_expert[:len(self._own)]
@@ -259,11 +258,25 @@ class EpmoePrepareAndFinalize(_Base):
         """
         return self._num_expected
 
-    def _most_tokens(self):
-        """Return the most tokens of any rank in this call, the same on all ranks, or None without graphs."""
-        metadata = get_forward_context().dp_metadata if self._fixed else None
+    def _physical(self, ids):
+        """Return the layer's experts of vLLM's ids.  -1 stays, and E becomes the layer's number of experts.
+
+        The first ranks have an expert more than the others, in whose place these have none.  Not a table: a
+        CUDA graph reads its memory also after vLLM has replaced this object, and in vLLM's sleep the memory
+        loses what it holds.
+        """
+        if not self._more:
+            return ids
+        first = self._more * (self._num + 1)  # of the ranks that have fewer experts
+        if self._num:
+            return ids + ((ids - first) // self._num).clamp_min(0)
+        return ids + (ids >= first) * (self._num_physical - first)
+
+    def _most_tokens(self, a1):
+        """Return the most tokens of any rank in this call, the same on all ranks, or None if unknown."""
+        metadata = get_forward_context().dp_metadata if self._fixed or self._locks_memory else None
         if metadata is None:
-            return None
+            return a1.shape[0] if self._has_equal_tokens else None
         return -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._sequence_ranks)  # on the host
 
     def _layer_of_fixed_size(self, a1, most):
@@ -360,7 +373,7 @@ def _quantized(rows, config):
 
 def _check(moe, use_monolithic):
     """Raise for what epmoe does not have, with what to write."""
-    parallel, config = moe.moe_parallel_config, get_current_vllm_config()
+    parallel = moe.moe_parallel_config
     if parallel.all2all_backend != _BACKEND:
         raise ValueError(f"EPMOE_VLLM=1 takes the place of --all2all-backend {_BACKEND}, but the backend is "
                          f"{parallel.all2all_backend}: leave --all2all-backend out, or the --moe-backend "
@@ -374,17 +387,35 @@ def _check(moe, use_monolithic):
     if moe.is_lora_enabled:
         raise NotImplementedError("epmoe does not move the LoRA ids of tokens: serve without --enable-lora, "
                                   "or unset EPMOE_VLLM")
-    if config.parallel_config.enable_elastic_ep:  # moe.elastic_ep_max_dp_size is set without it, too
+    if _config().parallel_config.enable_elastic_ep:  # moe.elastic_ep_max_dp_size is set without it, too
         raise NotImplementedError("epmoe's ranks are fixed: serve without --enable-elastic-ep, or unset "
                                   "EPMOE_VLLM")
 
 
-def _graph_tokens(moe):
-    """Return the most tokens of a rank in a CUDA graph of vLLM, or 0."""
-    settings = get_current_vllm_config().compilation_config
-    if torch.device(moe.device).type != "cuda" or getattr(settings.cudagraph_mode, "name", "NONE") == "NONE":
-        return 0
-    return -(-(settings.max_cudagraph_capture_size or 0) // moe.moe_parallel_config.sp_size)
+_known_config = []  # vLLM's configuration, once a call has seen it
+
+
+def _config():
+    """Return vLLM's configuration.  A program that loads weights anew need not have set it."""
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        _known_config[:] = [config]
+    if not _known_config:
+        raise RuntimeError("vLLM's configuration is not set: load the weights inside of "
+                           "vllm.config.set_current_vllm_config()")
+    return _known_config[0]
+
+
+def _graph_options(moe):
+    """Return graph_tokens and locks_memory of EpmoePrepareAndFinalize, by name."""
+    settings = _config().compilation_config
+    if torch.device(moe.device).type != "cuda":
+        return {}
+    has_graphs = getattr(settings.cudagraph_mode, "name", "NONE") != "NONE"
+    most = settings.max_cudagraph_capture_size or 0 if has_graphs else 0
+    return {"graph_tokens": -(-most // moe.moe_parallel_config.sp_size),
+            # vLLM locks the memory also where it captures only the encoder of images.
+            "locks_memory": has_graphs or bool(settings.cudagraph_mm_encoder)}
 
 
 def _choose(moe, quant_config, routing_tables=None, allow_new_interface=False, use_monolithic=False,
@@ -392,13 +423,16 @@ def _choose(moe, quant_config, routing_tables=None, allow_new_interface=False, u
     """vLLM's maybe_make_prepare_finalize, with epmoe wherever tokens move between ranks."""
     if not (moe.moe_parallel_config.use_all2all_kernels and allow_new_interface):
         logger.warning_once("EPMOE_VLLM=1 has no effect on MoE layers where no tokens move between ranks: "
-                            "epmoe needs --enable-expert-parallel and --data-parallel-size of at least 2")
+                            "epmoe needs --enable-expert-parallel, and --data-parallel-size or "
+                            "--prefill-context-parallel-size of at least 2")
         return _chosen_by_vllm(moe, quant_config, routing_tables, allow_new_interface, use_monolithic,
                                all2all_manager, input_dtype)
     _check(moe, use_monolithic)
+    parallel = moe.moe_parallel_config
     mover = EpmoePrepareAndFinalize(get_ep_group().cpu_group, moe.max_num_tokens, moe.hidden_dim,
                                     moe.experts_per_token, moe.num_experts, moe.in_dtype, moe.device,
-                                    _graph_tokens(moe), moe.moe_parallel_config.sp_size)
+                                    sequence_ranks=parallel.sp_size, has_equal_tokens=parallel.dp_size == 1,
+                                    **_graph_options(moe))
     logger.info_once("epmoe moves the tokens of the MoE layers between %d ranks", mover.num_dispatchers())
     return mover
 
@@ -436,5 +470,5 @@ def use():
         from . import vllm_four_bits
 
         vllm_four_bits.use()
-    except (ImportError, AttributeError) as error:  # vLLM's own kernels multiply these experts, too
+    except Exception as error:  # any change of vLLM's classes; its own kernels multiply these experts, too
         logger.warning("epmoe does not multiply experts of 4 bits: %s", error)

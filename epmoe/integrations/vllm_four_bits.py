@@ -12,6 +12,9 @@ other layers.  A method creates the parameters as checkpoints hold them, so that
 into the layout of epmoe's kernels, and runs vLLM's modular kernel with EpmoeExperts.
 """
 
+import types
+import weakref
+
 import torch
 from torch import nn
 
@@ -63,16 +66,17 @@ class EpmoeExperts(_kernel.FusedMoEExpertsModular):
         quant_config: vLLM's FusedMoEQuantConfig of the rows.
         mover: The EpmoePrepareAndFinalize of the layer.
         activation: One of grouped_gemm's.
-        up: What each product reads beside its weights: b_scale, b_zero and bias of grouped_gemm.
-        down: The same of the second product.
+        layer: The layer, of which each call takes scales, zeros and biases.  When vLLM loads new weights, it
+            keeps the parameters and copies the new numbers to them.
 
     Examples:
         See docs/vllm.md.
     """
 
-    def __init__(self, moe_config, quant_config, mover, activation, up, down):
+    def __init__(self, moe_config, quant_config, mover, activation, layer):
         super().__init__(moe_config, quant_config)
-        self._mover, self._activation, self._up, self._down = mover, activation, up, down
+        self._mover, self._activation = mover, activation
+        self._layer = weakref.ref(layer)  # which has this object
 
     @staticmethod
     def activation_format():
@@ -160,8 +164,15 @@ class EpmoeExperts(_kernel.FusedMoEExpertsModular):
             See docs/vllm.md.
         """
         at = {"offsets": self._mover.expert_offsets(), "expected_rows": self._mover.expected_rows()}
-        h = grouped_gemm(hidden_states, w1, activation=self._activation, **at, **self._up)
-        output.copy_(grouped_gemm(h, w2, **at, **self._down))
+        h = grouped_gemm(hidden_states, w1, activation=self._activation, **at, **self._beside("w13"))
+        output.copy_(grouped_gemm(h, w2, **at, **self._beside("w2")))
+
+    def _beside(self, name):
+        """Return what a product reads beside its weights: b_scale, b_zero and bias of grouped_gemm."""
+        layer = self._layer()
+        return {"b_scale": getattr(layer, f"{name}_weight_scale"),
+                "b_zero": getattr(layer, f"{name}_weight_zero_point", None),
+                "bias": getattr(layer, f"{name}_bias", None)}
 
 
 class _Method(FusedMoEMethodBase):
@@ -198,7 +209,8 @@ class _Method(FusedMoEMethodBase):
                 layer.register_parameter(f"{name}_{end}", p)
                 attrs = extra_weight_attrs | ({"quant_method": kind} if kind else {})
                 if dtype == torch.uint8:
-                    attrs["weight_loader"] = _loads_bytes(attrs["weight_loader"])
+                    # A method of the layer, as vLLM's own: vLLM would keep the layer of another function.
+                    attrs["weight_loader"] = types.MethodType(_load_bytes, layer)
                 set_weight_attrs(p, attrs)
 
     def _parameters(self, n, k, dtype):
@@ -222,7 +234,6 @@ class _Method(FusedMoEMethodBase):
         Examples:
             See docs/vllm.md.
         """
-        beside = []
         for name in ("w13", "w2"):
             packed = self._read(layer, name)
             kept = {self._numbers: packed.numbers, "weight_scale": packed.scales,
@@ -232,14 +243,12 @@ class _Method(FusedMoEMethodBase):
             for end, t in kept.items():
                 if t is not None:
                     replace_parameter(layer, f"{name}_{end}", t)
-            beside.append({"b_scale": kept["weight_scale"], "b_zero": kept["weight_zero_point"],
-                           "bias": kept.get("bias")})
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         mover = all2all_utils.maybe_make_prepare_finalize(
             moe=self.moe, quant_config=self.moe_quant_config, routing_tables=None, allow_new_interface=True,
             use_monolithic=False)
         self.moe_kernel = _kernel.FusedMoEKernel(
-            mover, EpmoeExperts(self.moe, self.moe_quant_config, mover, self._activation, *beside))
+            mover, EpmoeExperts(self.moe, self.moe_quant_config, mover, self._activation, layer))
 
     def get_fused_moe_quant_config(self, layer):
         """Return vLLM's configuration of rows that are not quantized; the experts know their weights.
@@ -280,15 +289,14 @@ class _Method(FusedMoEMethodBase):
             shared_experts=shared_experts, shared_experts_input=shared_experts_input)
 
 
-def _loads_bytes(load):
-    """Return a weight_loader of vLLM that takes numbers of 8 bits as bytes, and converts none."""
+def _load_bytes(layer, param, loaded_weight, *args, **options):
+    """Load as the layer does, but take numbers of 8 bits as bytes, and convert none."""
+    if loaded_weight.dtype.itemsize == 1:
+        loaded_weight = loaded_weight.view(torch.uint8)
+    return layer.weight_loader(param, loaded_weight, *args, **options)
 
-    def load_bytes(param, loaded_weight, *args, **options):
-        if loaded_weight.dtype.itemsize == 1:
-            loaded_weight = loaded_weight.view(torch.uint8)
-        return load(param, loaded_weight, *args, **options)
 
-    return load_bytes
+_load_bytes.supports_moe_loading = True  # as vLLM's own says of itself
 
 
 class Mxfp4Method(_Method):
@@ -297,6 +305,8 @@ class Mxfp4Method(_Method):
     Examples:
         See docs/vllm.md.
     """
+
+    weight_dtype = "gpt_oss_mxfp4"  # for vLLM's gpt-oss, which else loads single experts as those of 16 bits
 
     def _parameters(self, n, k, dtype):
         found = {"weight": ((n, k // 2), torch.uint8, None), "weight_scale": ((n, k // 32), torch.uint8,
@@ -351,9 +361,10 @@ def activation_of(layer):
     alpha = layer.swiglu_alpha
     if name == "silu" and alpha in (None, 1.0) and not beta:
         return "swiglu" if limit is None else SwiGLU(limit=limit)
-    if name in ("swigluoai", "swigluoai_uninterleave") and beta in (None, 1.0):
-        alpha, limit = 1.702 if alpha is None else alpha, 7.0 if limit is None else limit
-        return GptOss(alpha, limit) if name == "swigluoai" else SwiGLU(alpha, limit, 1)
+    if name == "swigluoai" and beta in (None, 1.0):
+        return GptOss(1.702 if alpha is None else alpha, 7.0 if limit is None else limit)
+    if name == "swigluoai_uninterleave" and beta == 1.0 and None not in (alpha, limit):  # it has no defaults
+        return SwiGLU(alpha, limit, 1)
     return None
 
 
