@@ -5,6 +5,7 @@ Before it is known, a call makes outputs with room for as many rows as earlier c
 
 import dataclasses
 import types
+import weakref
 
 import pytest
 import torch
@@ -29,6 +30,11 @@ def room_of(op, num_tokens, kept_for=None):
 
 def set_room(op, num_tokens, num_rows, kept_for=None):
     _C.layer_set_room(op._c, num_tokens, kept_for, num_rows)
+
+
+def kept_room(op, num_rows):
+    """The room after a call of a training step with so many rows, if it was smaller or much larger before."""
+    return min(num_rows + num_rows // 32, max(num_rows, op._config.capacity))
 
 
 class Op(LatePlan, fused_cases.StagedOp):
@@ -115,8 +121,8 @@ def test_layer_rows_that_are_kept_for_a_backward_have_little_room(ranks):
             rows.sum().backward()
             made = rows.untyped_storage().nbytes() // rows.itemsize // CASE.hidden
             checks += [len(rows) == num_rows, made == (room if is_used else num_rows)]
-            checks += [num_rows <= room_of(op, len(t.x), 0) <= max(room, num_rows + num_rows // 32)]
-        checks.append(room_of(op, len(t.x), 0) == num_rows + num_rows // 32)
+            checks += [num_rows <= room_of(op, len(t.x), 0) <= max(room, kept_room(op, num_rows))]
+        checks.append(room_of(op, len(t.x), 0) == kept_room(op, num_rows))
         op.synchronize()
         op.finalize()
         return checks
@@ -153,9 +159,50 @@ def test_layer_rows_of_modules_with_one_layer_have_rooms_of_their_own(ranks, fus
         one_power = len({len(t.x[some]).bit_length() for some in tokens}) == 1
         op.synchronize()
         op.finalize()
-        return *same, one_power, num_rows[1] < num_rows[0], rooms == [n + n // 32 for n in num_rows]
+        return *same, one_power, num_rows[1] < num_rows[0], rooms == [kept_room(op, n) for n in num_rows]
 
     assert all(map(all, ranks(run)))
+
+
+def test_layer_rows_outputs_that_do_not_fit_are_freed_first(ranks):
+    """A step of a module that gets fewer rows than before takes no more memory than the step before."""
+
+    def run(world, device):
+        case = grown(ranks, dataclasses.replace(CASE, max_tokens=60))
+        op, t = make_op(world, device, case, Op), tensors(case, world.rank, world.size, device)
+        op._unread_rows = 0
+        moe = epmoe.EPMoE(case.hidden, case.inner, op.num_experts, case.topk, layer=op, dtype=case.dtype,
+                          device=device)
+        live, allocator = [0, 0], op._allocator  # bytes, and the most of them
+
+        def count(num_bytes):
+            live[0] += num_bytes
+            live[1] = max(live)
+
+        def counting():
+            def empty(*args, allocate=allocator()):
+                made = allocate(*args)
+                num_bytes = made.untyped_storage().nbytes()
+                count(num_bytes)
+                weakref.finalize(made, count, -num_bytes)
+                return made
+            return empty
+
+        op._allocator, most = counting, []
+        x = t.x.clone().requires_grad_()
+        fewer = t.idx.clone()
+        fewer[len(fewer) // 2:] = -1
+        for idx in (t.idx, t.idx, fewer):
+            live[:] = 0, 0
+            moe(x, idx, t.weight)
+            most.append(live[1])
+        op.synchronize()
+        op.finalize()
+        return most
+
+    for first, fitting, fewer in ranks(run):
+        assert first <= fitting  # the first step has no room
+        assert fewer <= fitting
 
 
 @METHODS

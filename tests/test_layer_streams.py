@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+import epmoe
 from cases import (
     MODES, Case, check_case, check_outcomes, check_plan, check_rows, check_sums, indices_of,
     inputs_of, layout_parts, make_layer, outcome, rows_for_combine, poison_staging,
@@ -119,6 +120,37 @@ def test_layer_one_buffer_on_several_streams(ranks):
     results = ranks(run)
     for i in range(12):
         check_case([r[i] for r in results], CASE)
+
+
+@pytest.mark.parametrize("fused", (None, False))
+def test_layer_training_steps_on_several_streams(ranks, fused):
+    """The last product of a step counts its tiles in the buffer, which the next step on another stream uses."""
+
+    def run(world, device):
+        moe = epmoe.EPMoE(512, 1024, 8 * world.size, 4, world, max_tokens=1024, device=device, fused=fused)
+        g = torch.Generator(device).manual_seed(world.rank)
+        x, dy = (torch.randn(1024, 512, generator=g, device=device).bfloat16() for _ in range(2))
+        x.requires_grad_()
+        weight, idx = torch.rand(1024, 8 * world.size, generator=g, device=device).topk(4)
+
+        def step():
+            return torch.autograd.grad(moe(x, idx, weight), (x, *moe.parameters()), dy)
+
+        step()
+        want = step()
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        torch.cuda.synchronize()
+        world.exchange(b"x")
+        results = []
+        for i in range(20):
+            with torch.cuda.stream(streams[i % 2]):
+                results.append(step())
+        torch.cuda.synchronize()
+        same = [torch.equal(a, b) for got in results for a, b in zip(got, want, strict=True)]
+        moe.finalize()
+        return same
+
+    assert all(map(all, ranks(run)))
 
 
 def test_layer_one_buffer_per_stream(ranks):

@@ -120,8 +120,8 @@ def change(at, value):
     return make_wrong
 
 
-@pytest.mark.parametrize("make_wrong", [lambda r: r[:-1].contiguous(), lambda r: torch.cat([r, r, r[:1]])],
-                         ids=["short", "long"])
+@pytest.mark.parametrize("make_wrong", [lambda r: r[:-1].contiguous(), lambda r: torch.cat([r, r, r[:1]]),
+                                        lambda r: r[:0]], ids=["short", "long", "none"])
 def test_plan_scatter_indices_of_wrong_length(ranks, make_wrong):
     results = ranks(wrong_scatter, make_wrong, world_size=3, at_least=2)
     check_outcomes([r[0] for r in results], "ValueError", "rank 1", "full_scatter_indices")

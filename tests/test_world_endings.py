@@ -9,6 +9,7 @@ import endings
 import epmoe
 from cases import keep, outcome, process_ranks
 from epmoe import _C
+from epmoe.testing import run_threads
 from pace import HANG_S, WAIT_S, until_ended
 from traces import held
 
@@ -73,18 +74,18 @@ def test_world_deleted_while_it_waits():
     endings.drop_busy(3, "cpu")
 
 
-def close_in_threads(worlds):
-    """Close worlds, each in a thread of its own, which begin together.  Returns their errors."""
-    begin, errors = threading.Barrier(len(worlds)), []
+def close_in_threads(closes):
+    """Call functions, each in a thread of its own, which begin together.  Returns their errors."""
+    begin, errors = threading.Barrier(len(closes)), []
 
-    def close(world):
+    def call(close):
         begin.wait()
         try:
-            world.close()
+            close()
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=close, args=[w], daemon=True) for w in worlds]
+    threads = [threading.Thread(target=call, args=[c], daemon=True) for c in closes]
     for t in threads:
         t.start()
     for t in threads:
@@ -97,7 +98,30 @@ def close_in_threads(worlds):
 def test_world_closed_by_several_threads(num_ranks):
     """Of the threads of a rank one closes it, and the others find it closed."""
     for _ in range(300 // num_ranks):
-        assert not close_in_threads(2 * epmoe.thread_worlds(num_ranks))
+        assert not close_in_threads([w.close for w in 2 * epmoe.thread_worlds(num_ranks)])
+
+
+def _make_closable(world, kind):
+    if kind == "heap":
+        return epmoe.SymmetricHeap(world, 1 << 16, "cpu").close
+    if kind == "low latency":
+        return epmoe.LowLatencyAll2All(world, 8, 16, 2, 4, device="cpu").finalize
+    return epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device="cpu").finalize
+
+
+@pytest.mark.parametrize("kind", ("heap", "layer", "low latency"))
+def test_endings_of_a_heap_closed_by_several_threads(kind):
+    """Of the threads of a rank one closes it, and the others find it closed. The next call works."""
+
+    def main(world):
+        found = []
+        for _ in range(30):
+            close = _make_closable(world, kind)
+            found += close_in_threads([close, close] if world.rank == 0 else [close])
+            world.exchange(b"")
+        return found
+
+    assert not any(run_threads(main, 2))
 
 
 def test_world_that_ends_during_a_close_says_why():

@@ -104,8 +104,9 @@ static int heap_import(int device, const EpHeapHandle *mine, const EpHeapHandle 
     if (fd < 0)
         return ep_error(EP_ESYS,
                         "no file descriptor came with it: raise the limit of open files (ulimit -n)");
+    const int seals = fcntl(fd, F_GET_SEALS); /* -1: a file that can have none */
     if (fstat(fd, &st) || (uint64_t)st.st_size != heap_handle->num_bytes ||
-        heap_handle->num_bytes != mine->num_bytes || (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS)
+        heap_handle->num_bytes != mine->num_bytes || seals < 0 || (seals & SEALS) != SEALS)
         code = ep_error(EP_ECORRUPT, "a peer sent a file that is not a heap of this world");
     else code = map_file(fd, heap_handle->num_bytes, memory);
     if (fd >= 0) close(fd);

@@ -188,6 +188,7 @@ static uint32_t clamp_row(const EpGemmParams *p, int32_t row) {
 /* Set the rows of out that belong to no expert to zero. */
 static void clear(const EpGemmParams *p) {
     const uint64_t bytes = 2 * (uint64_t)ep_gemm_out_cols(p), end = clamp_row(p, p->offsets[p->num_experts]);
+    if (!p->num_rows) return; /* then there may be no memory */
     memset(p->out, 0, bytes * clamp_row(p, p->offsets[0]));
     memset((char *)p->out + bytes * end, 0, bytes * (p->num_rows - end));
 }

@@ -234,6 +234,11 @@ static int enter(int device, const EpComm *c, uint32_t word, void *stream) {
     EP_TRY(ep_begin_launch(device, c, stream, "epmoe: enter kernel", &l));
     return ep_end_launch(&l, ep_launch_enter(c, word, stream), "enter kernel");
 }
+static int order(int device, const EpComm *c, void *stream) {
+    EpLaunch l;
+    EP_TRY(ep_begin_launch(device, c, stream, "epmoe: order", &l));
+    return ep_end_launch(&l, cudaSuccess, "order");
+}
 static int clear(int device, const EpComm *c, void *stream) {
     EpLaunch l;
     EP_TRY(ep_begin_launch(device, c, stream, "epmoe: clear", &l));
@@ -382,6 +387,7 @@ const EpBackend ep_cuda_backend = {
     .ll_dispatch = ll_dispatch,
     .ll_combine = ll_combine,
     .enter = enter,
+    .order = order,
     .clear = clear,
     .signal = signal_word,
     .wait = wait_word,

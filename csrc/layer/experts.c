@@ -47,7 +47,7 @@ static int set_offsets_of_plan(Call *c, const EpTensor *plan) {
 
 /* Launch a product of rows that no communication accompanies. It counts its tiles where the fused kernels
  * count theirs: the operations of a buffer and the products between them do not overlap, also in a replayed
- * graph. */
+ * graph. A product after the last operation of a call needs order_products. */
 static int multiply(const Call *c, EpGemm g) {
     EpTensor counter = {.data = &ep_local(&c->layer->buffers[c->buffer].comm)->queue_tiles,
                         .kind = g.a->kind,
@@ -61,6 +61,15 @@ static int multiply(const Call *c, EpGemm g) {
     g.tile_counter = &counter;
     g.expected_rows = ep_layer_expected_rows(&c->layer->config.shape);
     return ep_grouped_gemm(&g, c->stream);
+}
+
+/* The next operation on the buffer may be on another stream, and sets the count of tiles to 0. Let it come
+ * after the products that this call has launched. */
+static int order_products(const Call *c) {
+    const EpHeap *h = c->layer->heap;
+    const EpBackend *backend = ep_heap_backend(h);
+    return backend->order ? backend->order(ep_heap_device(h), &c->layer->buffers[c->buffer].comm, c->stream)
+                          : 0;
 }
 
 /* LoRA beside a weight: the rows times `in` go to `rows`, whose product with `out` is added. in NULL: there
@@ -342,6 +351,7 @@ static int experts_down(Call *c, const EpExpertsDownArgs *a, EpRan *ran) {
     if (!is_fused)
         code = multiply_with(c, (EpGemm){.kind = EP_GEMM_DGRAD, .a = a->g, .b = a->down, .out = a->weighted},
                              LOW_OF(a, down));
+    if (!is_fused && !code) code = order_products(c); /* another thread may call before experts_up */
     /* The weighted rows take the place of the product, which nothing else needs. */
     if (!code)
         code = ep_activation(&(EpActivationArgs){.activation = a->activation,
@@ -386,9 +396,9 @@ static int experts_up(Call *c, const EpExpertsUpArgs *a, EpRan *ran) {
             LOW_OF(a, gate_up));
     EP_TRY(report(c, is_fused ? EP_OP_GEMM_COMBINE : EP_OP_COMBINE, code));
     EP_TRY(is_fused ? run(c, EP_OP_GEMM_COMBINE, &gemm_combine, ran) : run(c, EP_OP_COMBINE, &combine, ran));
-    if (a->d_gate_up)
-        code = multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->d_h, .b = a->rows, .out = a->d_gate_up});
-    return code;
+    if (!a->d_gate_up) return 0;
+    EP_TRY(multiply(c, (EpGemm){.kind = EP_GEMM_WGRAD, .a = a->d_h, .b = a->rows, .out = a->d_gate_up}));
+    return order_products(c);
 }
 
 /* ---- few tokens ---- */

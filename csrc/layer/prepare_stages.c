@@ -74,7 +74,10 @@ int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpOp
     p->index_bytes = indices->dtype == EP_I64 ? 8 : 4;
     p->num_tokens = (uint32_t)indices->shape[0];
     p->plan = (int32_t *)a->plan->data;
-    p->scatter_indices = scatter ? (const int32_t *)scatter->data : NULL;
+    /* Without lines it has no address, but it was given: then nothing is read, and T must be 0. */
+    p->scatter_indices = !scatter            ? NULL
+                         : scatter->shape[0] ? (const int32_t *)scatter->data
+                                             : (const int32_t *)a->plan->data;
     p->balance_key = a->balance_key;
     p->num_scatter_tokens = scatter ? (uint32_t)scatter->shape[0] : 0;
     p->sort_slots = l->config.sort_slots != 0;

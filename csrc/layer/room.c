@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "layer/layer_state.h"
+#include "runtime/world.h"
 
 /* The entry of these calls, or an unused one where it would be. */
 static EpRoom *find(EpRooms *rooms, const EpRoom *key) {
@@ -47,7 +48,11 @@ static void set(EpRooms *rooms, const EpRoomOf *of, int64_t num_rows) {
     *r = key;
 }
 
+/* In a forked child, the fork may have found the lock held, and no thread is left that gives it back. */
+static bool has_lock(const EpLayer *l) { return !l->heap || !ep_world_is_forked(ep_heap_world(l->heap)); }
+
 int64_t ep_layer_room(EpLayer *l, const EpRoomOf *of) {
+    if (!has_lock(l)) return 0; /* the call that follows refuses to run */
     pthread_mutex_lock(&l->rooms.lock);
     const int64_t num_rows = get(&l->rooms, of);
     pthread_mutex_unlock(&l->rooms.lock);
@@ -55,6 +60,7 @@ int64_t ep_layer_room(EpLayer *l, const EpRoomOf *of) {
 }
 
 void ep_layer_set_room(EpLayer *l, const EpRoomOf *of, int64_t num_rows) {
+    if (!has_lock(l)) return;
     pthread_mutex_lock(&l->rooms.lock);
     set(&l->rooms, of, num_rows);
     pthread_mutex_unlock(&l->rooms.lock);
@@ -62,7 +68,9 @@ void ep_layer_set_room(EpLayer *l, const EpRoomOf *of, int64_t num_rows) {
 
 bool ep_layer_fits_room(EpLayer *l, const EpRoomOf *of, uint32_t room, uint32_t num_rows) {
     const bool is_too_large = of->is_kept && room > num_rows && room - num_rows > room / 8;
-    const int64_t wanted = (int64_t)num_rows + num_rows / (of->is_kept ? 32 : 16);
+    const uint32_t most = l->config.shape.capacity > num_rows ? l->config.shape.capacity : num_rows;
+    const uint64_t more = (uint64_t)num_rows + num_rows / (of->is_kept ? 32 : 16);
+    const int64_t wanted = more < most ? (int64_t)more : most; /* more than most never come */
     /* Up at once, and down slowly, because the modules of a model may share a layer. */
     const int64_t slowly = room - (room - wanted) / 32;
     pthread_mutex_lock(&l->rooms.lock);

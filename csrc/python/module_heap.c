@@ -26,7 +26,10 @@ FAST(heap_create) {
         return NULL;
     if (status) ep_error(status, "this rank failed before the call");
     WITHOUT_LOCK(code = ep_heap_create(w, (EpBackendKind)kind, device, num_bytes, status, &h));
-    return code ? ep_raise(code) : PyCapsule_New(h, HEAP, free_heap);
+    if (code) return ep_raise(code);
+    PyObject *c = PyCapsule_New(h, HEAP, free_heap);
+    if (!c) WITHOUT_LOCK(ep_heap_release(h));
+    return c;
 }
 
 /* (heap, num_bytes, alignment, status) */

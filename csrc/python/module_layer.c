@@ -107,7 +107,10 @@ FAST(layer_create) {
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
     if (!h || !get_config(args[1], &c)) return NULL;
     WITHOUT_LOCK(code = ep_layer_create(h, &c, &l));
-    return code ? ep_raise(code) : PyCapsule_New(l, LAYER, free_layer);
+    if (code) return ep_raise(code);
+    PyObject *capsule = PyCapsule_New(l, LAYER, free_layer);
+    if (!capsule) WITHOUT_LOCK(ep_layer_release(l));
+    return capsule;
 }
 
 FAST(layer_close) {

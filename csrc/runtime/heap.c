@@ -130,6 +130,10 @@ int ep_heap_close(EpHeap *h) {
     if (h->closed) return 0;
     EP_TRY(ep_world_enter_call(h->world, &(EpCallRecord){.what = EP_CALL_HEAP_CLOSE, .of = h->control.of},
                                &record));
+    if (h->closed) { /* by another thread, while this one waited to enter the call */
+        ep_world_leave_call(h->world, record, 0);
+        return 0;
+    }
     int synced = ep_heap_quiesce(h);
     int code = ep_world_all_gather(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
     /* If the all-gather failed and the world has not ended, a rank was in another call. All must close

@@ -14,6 +14,13 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
  * finds no entry, instead of using a pointer to freed memory. */
 static EpMemory *memories;
 
+/* A child of fork() gets the lock as it was: let nobody hold it meanwhile. */
+static void lock_for_fork(void) { pthread_mutex_lock(&lock); }
+static void unlock_after_fork(void) { pthread_mutex_unlock(&lock); }
+__attribute__((constructor)) static void register_handlers(void) {
+    pthread_atfork(lock_for_fork, unlock_after_fork, unlock_after_fork);
+}
+
 EpMemory *ep_memory_add(void *address) {
     EpMemory *m = (EpMemory *)calloc(1, sizeof *m);
     if (!m) return NULL;

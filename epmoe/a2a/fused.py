@@ -543,11 +543,12 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         if x_scale is not None:  # DLPack of some versions of torch has no FP8, so the module gets bytes
             x, gemm_weight = x.view(torch.uint8), gemm_weight.view(torch.uint8)
             gemm_scale = aligned(gemm_scale)
+        gemm_weight, bias = aligned(gemm_weight), aligned(bias)
 
         def make(n: int) -> Outputs:
             row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
             recv = self._empty(self._recv_words, dtype=torch.int32)
-            out, others = self._empty(n, columns), [recv, aligned(gemm_weight), gemm_scale, aligned(bias)]
+            out, others = self._empty(n, columns), [recv, gemm_weight, gemm_scale, bias]
             if x_scale is None:
                 return [self._empty(n, self.hidden), None, row_weight, out], others
             return [*self._fp8_rows(n, by_row=False), row_weight, out], others

@@ -234,6 +234,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         if is_launched:
             break
         n, awaits_rows, topk_idx, is_planned = found, False, None, True
+        del rows, a, row_weight, row_tag, h, out_rows, low_up, low_down  # before others are allocated
     if layer.host_counts:
         layout._expert_rows = _C.layer_expert_rows(layer._c, layout.buffer, layout.plan)
         layout._num_rows = sum(layout._expert_rows)

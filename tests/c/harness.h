@@ -239,6 +239,8 @@ bool test_room_that_is_kept_fits(void);
 bool test_room_of_calls_that_differ(void);
 bool test_room_without_memory(void);
 bool test_room_of_many_weights(void);
+bool test_room_in_a_forked_child(void);
+bool test_room_ends_at_the_capacity(void);
 bool test_quantize_activations(void);
 bool test_quantize_functions(void);
 bool test_quantize_refuses_numbers(void);

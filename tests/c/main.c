@@ -42,6 +42,8 @@ static const struct {
     {"room_of_calls_that_differ", test_room_of_calls_that_differ, false},
     {"room_without_memory", test_room_without_memory, false},
     {"room_of_many_weights", test_room_of_many_weights, false},
+    {"room_in_a_forked_child", test_room_in_a_forked_child, false},
+    {"room_ends_at_the_capacity", test_room_ends_at_the_capacity, false},
     {"quantize_activations", test_quantize_activations, false},
     {"quantize_functions", test_quantize_functions, false},
     {"quantize_refuses_numbers", test_quantize_refuses_numbers, false},

@@ -266,5 +266,15 @@ bool test_import_rejects_unsafe_memory(void) {
         CHECK(me, fcntl(fd, F_GETFD) < 0); /* heap_import closes fd in every case */
         if (memory) ep_cpu_backend.heap_unimport(-1, memory, heap_handle.num_bytes);
     }
+    /* A file on a disk can have no seals. */
+    void *memory = NULL;
+    char name[] = "/tmp/epmoe-test-XXXXXX";
+    const int fd = mkstemp(name);
+    CHECK(me, fd >= 0 && unlink(name) == 0 && ftruncate(fd, 1 << 16) == 0);
+    if (fcntl(fd, F_GET_SEALS) < 0) {
+        CHECK_CODE(me, EP_ECORRUPT, ep_cpu_backend.heap_import(-1, &heap_handle, &heap_handle, fd, &memory));
+    } else {
+        close(fd); /* here /tmp is in memory */
+    }
     return true;
 }

@@ -1,10 +1,15 @@
 /* test_room.c - for how many rows calls make room, after calls with other numbers of rows. */
+#include <sys/wait.h>
+
 #include "harness.h"
 #include "layer/layer_state.h"
 
 static EpLayer *open_rooms(void) {
     EpLayer *l = (EpLayer *)calloc(1, sizeof *l);
-    if (l) pthread_mutex_init(&l->rooms.lock, NULL);
+    if (l) {
+        pthread_mutex_init(&l->rooms.lock, NULL);
+        l->config.shape.capacity = 1 << 20; /* the most rows that can come */
+    }
     return l;
 }
 static bool close_rooms(EpLayer *l) {
@@ -51,6 +56,22 @@ bool test_room_that_is_kept_fits(void) {
     CHECK(NULL, ep_layer_room(l, &of) == most - (most - 1031) / 32);
     CHECK(NULL, !ep_layer_fits_room(l, &of, most + 1, 1000));
     CHECK(NULL, ep_layer_room(l, &of) == 1000 + 1000 / 32);
+    return close_rooms(l);
+}
+
+/* There is room for as many rows as can come at all, and no more. */
+bool test_room_ends_at_the_capacity(void) {
+    EpLayer *l = open_rooms();
+    CHECK(NULL, l);
+    for (uint32_t is_kept = 0; is_kept < 2; is_kept++) {
+        const EpRoomOf of = {.num_tokens = 100, .is_kept = is_kept};
+        const uint32_t rows[] = {999, 1000, 1 << 20, UINT32_MAX};
+        for (uint32_t i = 0; i < 4; i++) {
+            l->config.shape.capacity = 1000;
+            CHECK(NULL, !ep_layer_fits_room(l, &of, 0, rows[i]));
+            CHECK(NULL, ep_layer_room(l, &of) == (i ? rows[i] : 1000));
+        }
+    }
     return close_rooms(l);
 }
 
@@ -102,4 +123,25 @@ bool test_room_of_many_weights(void) {
     }
     CHECK(NULL, l->rooms.num == EP_MAX_ROOMS);
     return close_rooms(l);
+}
+
+/* A child that is forked while another thread is in a room does not wait for that thread. */
+static bool forked_body(Rank *me, void *arg) {
+    const EpRoomOf of = {.num_tokens = 100};
+    int status = 0;
+    (void)arg;
+    pthread_mutex_lock(&me->layer->rooms.lock); /* as the other thread */
+    const pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        ep_layer_set_room(me->layer, &of, 5);
+        _exit(ep_layer_room(me->layer, &of) != 0);
+    }
+    pthread_mutex_unlock(&me->layer->rooms.lock);
+    CHECK(me, child > 0 && waitpid(child, &status, 0) == child && status == 0);
+    return true;
+}
+bool test_room_in_a_forked_child(void) {
+    Setup setup = {.num_ranks = 1, .config = small_config(1)};
+    return run_team(&setup, forked_body, NULL);
 }
