@@ -124,14 +124,15 @@ def test_layer_one_buffer_on_several_streams(ranks):
 
 @pytest.mark.parametrize("fused", (None, False))
 def test_layer_training_steps_on_several_streams(ranks, fused):
-    """The last product of a step counts its tiles in the buffer, which the next step on another stream uses."""
+    """The last product of a step counts its tiles in the buffer, which a step on another stream uses, too."""
 
     def run(world, device):
-        moe = epmoe.EPMoE(512, 1024, 8 * world.size, 4, world, max_tokens=1024, device=device, fused=fused)
+        num_experts = 8 * world.size
+        moe = epmoe.EPMoE(512, 1024, num_experts, 4, world, max_tokens=1024, device=device, fused=fused)
         g = torch.Generator(device).manual_seed(world.rank)
         x, dy = (torch.randn(1024, 512, generator=g, device=device).bfloat16() for _ in range(2))
         x.requires_grad_()
-        weight, idx = torch.rand(1024, 8 * world.size, generator=g, device=device).topk(4)
+        weight, idx = torch.rand(1024, num_experts, generator=g, device=device).topk(4)
 
         def step():
             return torch.autograd.grad(moe(x, idx, weight), (x, *moe.parameters()), dy)
