@@ -220,7 +220,7 @@ def test_liveness_store_that_is_gone_hangs_no_rank(tmp_path, fault):
 @pytest.mark.parametrize("raw", [
     b"", b"\xff\xfe", b"[" * 100000, b"{}", b"[]", b"17", b'[-4, "x"]', b'[-4, "x", 3]', b'[-4, "x", [4]]',
     b'[-4, "x", [-1]]', b'[-4, "x", [true]]', b'[0, "x", []]', b'[-99, "x", []]', b'["-4", "x", []]',
-    b'[-4, 5, []]', b'[-4, null, []]', b"[" + b"9" * 10000 + b', "x", []]'])
+    b'[-4, 5, []]', b'[-4, null, []]', b'[-4, [1], []]', b"[" + b"9" * 10000 + b', "x", []]'])
 def test_liveness_nonsense_in_the_store_is_an_end(raw):
     code, text, lost = liveness._read_end(raw, 4)
     assert (code, lost) == (_C.ESYS, []) and "no reason that this rank can read" in text

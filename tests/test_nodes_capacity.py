@@ -3,11 +3,13 @@
 The ranks are threads of this process.  The oracle is that of test_nodes_layer.py.
 """
 
+import contextlib
 import dataclasses
 import functools
 
 import pytest
 import torch
+import torch.utils.flop_counter
 
 import chunk_cases as chunked
 import epmoe
@@ -126,6 +128,8 @@ def test_fixed_sizes_between_processes():
 CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=6, dtype=torch.float32)
 TO_LAST = dataclasses.replace(CASE, pattern="one_rank")  # all rows are on one node
 BAD = 3  # the rank that makes the mistake
+# In float32 an EPMoE calls the operations one by one, in 16 bits the experts are one call of the module.
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def arguments(layer, case=CASE):
@@ -144,7 +148,7 @@ def too_many(nodes, case, sizes):
     rows, _, layout = layer.dispatch(x[:1], idx[:1], weight[:1])
     found["right"] = layer.combine(rows, layout).shape == (1, CASE.hidden)
     layer.finalize()
-    moe = epmoe.EPMoE(CASE.hidden, 16, CASE.num_local * nodes.size, CASE.topk, nodes, dtype=CASE.dtype,
+    moe = epmoe.EPMoE(CASE.hidden, 16, CASE.num_local * nodes.size, CASE.topk, nodes, dtype=case.dtype,
                       max_tokens=CASE.max_tokens, device="cpu", **sizes)
     found["forward"] = outcome(lambda: moe(x, idx, weight))
     x.requires_grad_()
@@ -155,33 +159,41 @@ def too_many(nodes, case, sizes):
     return found
 
 
+@DTYPES
 @pytest.mark.parametrize("num_nodes, num_local", [(2, 2), (3, 2), (4, 1)])
-def test_too_many_tokens_are_an_error_on_all_ranks(num_nodes, num_local):
+def test_too_many_tokens_are_an_error_on_all_ranks(num_nodes, num_local, dtype):
     """Of the rail, and of one rank's rows: the message names the rank, the number and the capacity."""
     size = num_nodes * num_local
     for case, less in ((CASE, (1, 0)), (TO_LAST, (0, 1))):
+        case = dataclasses.replace(case, dtype=dtype)
         sent, rows = (most - n for most, n in zip(most_of(case, num_nodes, num_local), less))
         results = run_nodes(too_many, num_nodes, num_local, case, {"rail_capacity": sent, "capacity": rows})
         for rank, found in enumerate(results):
             assert found.pop("right") and found.pop("right moe")
             text = f"sends {sent + 1} tokens to another node; its rail_capacity is {sent}."
-            if case is TO_LAST:
+            if case.pattern == "one_rank":
                 text = f"a rank of node {num_nodes - 1} would receive more rows than its capacity, {rows}."
                 if rank // num_local == num_nodes - 1:
                     text = f"rank {size - 1} would receive {rows + 1} rows; its capacity is {rows}."
             for name, got in found.items():
                 assert got.kind == "EpOverflow" and text in got.text, f"{case}, rank {rank}, {name}: {got}"
-        assert case is TO_LAST or len({found["dispatch"].text for found in results}) == 1
+        assert case.pattern == "one_rank" or len({found["dispatch"].text for found in results}) == 1
 
 
 def mistakes(nodes, value):
-    layer, found = layer_of(nodes, CASE, rail_capacity=6, capacity=100), {}
+    sizes = {"rail_capacity": 6, "capacity": 100}
+    layer, found = layer_of(nodes, CASE, **sizes), {}
     keep(nodes.team, layer)
     x, idx, weight = arguments(layer)
     if nodes.rank == BAD:
         idx[4, 1] = value
     found["dispatch"] = outcome(lambda: layer.dispatch(x, idx, weight))
     found["preprocess"] = outcome(lambda: layer.preprocess(idx))
+    for dtype in (torch.float32, torch.bfloat16):
+        moe = epmoe.EPMoE(CASE.hidden, 16, CASE.num_local * nodes.size, CASE.topk, nodes, dtype=dtype,
+                          max_tokens=CASE.max_tokens, device="cpu", **sizes)
+        found[f"moe in {dtype}"] = outcome(lambda: moe(x.to(dtype), idx, weight))
+        moe.finalize()
     return found, run_one(layer, CASE)
 
 
@@ -196,10 +208,11 @@ def test_a_wrong_index_is_an_error_on_all_ranks(value, text):
     check_one([right for _, right in results], CASE, 2)
 
 
-def test_a_rank_without_memory_is_an_error_on_all_ranks():
+@DTYPES
+def test_a_rank_without_memory_is_an_error_on_all_ranks(dtype):
     """In the plan of the node: the other nodes are about to learn whether it has failed."""
     def main(nodes):
-        moe = chunked.moe_of(nodes, None, **FIXED)
+        moe = chunked.moe_of(nodes, None, dtype, **FIXED)
         args = chunked.inputs_of(moe, chunked.CASES[0])[:3]
         team, good = moe.layer.team_layer, moe.layer._fixed._plan_of_team
 
@@ -216,10 +229,56 @@ def test_a_rank_without_memory_is_an_error_on_all_ranks():
         assert got.kind == ("MemoryError" if rank == BAD else "PeerError") and after == "nothing", got
 
 
-def test_a_rank_that_fails_before_its_plan_is_an_error_on_all_ranks():
+@DTYPES
+def test_a_rank_without_memory_after_its_plan_is_an_error_on_all_ranks(dtype):
+    """With gradients and without them: nobody waits for another result of the plan."""
+    def main(nodes):
+        moe = chunked.moe_of(nodes, None, dtype, **FIXED)
+        x, *args = chunked.inputs_of(moe, chunked.CASES[0])[:3]
+        team, found = moe.layer.team_layer, []
+        allocator, empty = team._allocator, team._empty
+
+        def fails(*_, **__):
+            raise MemoryError("no memory")
+
+        for with_grad in (True, False):
+            if nodes.rank == BAD:  # what the node allocates after the plan
+                plan = moe.layer._fixed._plan_of_team
+
+                def then_fails(*of_plan):
+                    made = plan(*of_plan)
+                    team._allocator, team._empty = (lambda: fails), fails
+                    return made
+
+                moe.layer._fixed._plan_of_team = then_fails
+            found.append(outcome(lambda: moe(x.detach().requires_grad_(with_grad), *args)).kind)
+            if nodes.rank == BAD:
+                moe.layer._fixed._plan_of_team = plan
+                team._allocator, team._empty = allocator, empty
+            found.append(outcome(lambda: moe(x, *args)).kind)
+        return found
+
+    wanted = ["nothing" if i % 2 else None for i in range(4)]
+    for rank, found in enumerate(run_nodes(main, 2, 2)):
+        assert found == [w or ("MemoryError" if rank == BAD else "PeerError") for w in wanted], (rank, found)
+
+
+def test_a_rank_that_counts_operations_makes_the_same_calls():
+    def main(nodes):
+        moe = chunked.moe_of(nodes, None, torch.bfloat16, **FIXED)
+        args = chunked.inputs_of(moe, chunked.CASES[0])[:3]
+        with torch.utils.flop_counter.FlopCounterMode(display=False) if nodes.rank == BAD else (
+                contextlib.nullcontext()):
+            return outcome(lambda: moe(*args)).kind
+
+    assert run_nodes(main, 2, 2) == 4 * ["nothing"]
+
+
+@DTYPES
+def test_a_rank_that_fails_before_its_plan_is_an_error_on_all_ranks(dtype):
     """The rail waits for the result of that plan."""
     def main(nodes):
-        moe = chunked.moe_of(nodes, None, **FIXED)
+        moe = chunked.moe_of(nodes, None, dtype, **FIXED)
         args, right = chunked.inputs_of(moe, chunked.CASES[0])[:3], moe.gate_up_proj.data
         if nodes.rank == BAD:
             moe.gate_up_proj.data = right[:, :-1]
@@ -314,16 +373,21 @@ def deferred(nodes):
     wrong[3, 2] = 99 if nodes.rank == BAD else wrong[3, 2]
     moe = epmoe.EPMoE(CASE.hidden, 16, CASE.num_local * nodes.size, CASE.topk, nodes, dtype=CASE.dtype,
                       max_tokens=CASE.max_tokens, device="cpu", **sizes)
+    in_16_bits = epmoe.EPMoE(CASE.hidden, 16, CASE.num_local * nodes.size, CASE.topk, nodes,
+                             dtype=torch.bfloat16, max_tokens=CASE.max_tokens, device="cpu", **sizes)
     learns_later(moe.layer)
+    learns_later(in_16_bits.layer)
     layout = layer.preprocess(idx)
     status = int(layout.team.plan[epmoe._C.HEAD_STATUS])
     found["barrier"] = outcome(layer.ep_barrier_all)
     found["again", "ValueError"] = outcome(lambda: layer.dispatch(x, weight=weight, layout=layout))
     for name, call in {"preprocess": lambda i: layer.preprocess(i),
                        "dispatch": lambda i: layer.dispatch(x, i, weight),
-                       "moe": lambda i: moe(x, i, weight)}.items():
-        found[name] = outcome(lambda: call(idx), moe.layer if name == "moe" else layer)
-        found[name, "index"] = outcome(lambda: call(wrong), moe.layer if name == "moe" else layer)
+                       "moe": lambda i: moe(x, i, weight),
+                       "moe in 16 bits": lambda i: in_16_bits(x.bfloat16(), i, weight)}.items():
+        its = {"moe": moe.layer, "moe in 16 bits": in_16_bits.layer}.get(name, layer)
+        found[name] = outcome(lambda: call(idx), its)
+        found[name, "index"] = outcome(lambda: call(wrong), its)
         rows, _, layout = layer.dispatch(x[:1], idx[:1])
         right.append(layer.combine(rows, layout))
         moe(x[:1], idx[:1], weight[:1])
@@ -342,7 +406,7 @@ def test_all_ranks_learn_of_a_void_plan_later():
             elif isinstance(name, str):
                 kind, text = "EpOverflow", "capacity"
             assert got.kind == kind and text in got.text, f"rank {rank}, {name}: {got}"
-        assert right == [True] * 3
+        assert right == [True] * 4
 
 
 @pytest.mark.parametrize("status, word", [([0, 0, 0], 0), ([0, -7, -8], 2), ([-8, 0, 0], 1), ([0, 0, 1], -3),

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 from cases import Case, first, outcome, process_ranks, same_bits
 from chunk_cases import CASES, TOPK, inputs_of, moe_of, step
+from epmoe.comm import validation
 from epmoe.moe.chunks import check_layer, choose_chunks
 from epmoe.moe.cost_model import CHUNKS
 from nodes_cases import run_nodes
@@ -234,6 +235,31 @@ def mistakes(nodes):
         found["created", value] = outcome(lambda: moe_of(nodes, value if is_bad else 3))
     found["differ"] = outcome(lambda: moe_of(nodes, 2 if is_bad else 3))
     return found
+
+
+def retried(nodes):
+    """A backward that fails between two chunks, and then a second one of the same forward."""
+    moe = moe_of(nodes, 3, torch.bfloat16)
+    x, idx, weight, _ = inputs_of(moe, Case(topk=TOPK, max_tokens=9))
+    leaves = [x.requires_grad_(), weight.requires_grad_(), *moe.parameters()]
+    want = torch.autograd.grad(moe(x, idx, weight).float().sum(), leaves)
+    total, validate, calls = moe(x, idx, weight).float().sum(), nodes._validate, []
+
+    def fails_once(header):
+        calls.append(header.op == validation.DISPATCH_BACKWARD)
+        validate(header._replace(failed=validation.FAILED) if nodes.rank == BAD and sum(calls) == 2
+                 and calls[-1] else header)
+
+    nodes._validate = fails_once
+    kind = outcome(lambda: torch.autograd.grad(total, leaves, retain_graph=True)).kind
+    nodes._validate = validate
+    again = torch.autograd.grad(total, leaves)
+    return kind, [torch.equal(a, b) for a, b in zip(again, want, strict=True)]
+
+
+def test_a_backward_in_chunks_that_failed_can_be_repeated():
+    for kind, same in run_nodes(retried, 2, 2):
+        assert kind == "PeerError" and all(same), same
 
 
 def test_mistakes_in_chunks_are_errors_on_all_ranks():

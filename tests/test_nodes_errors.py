@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import epmoe
-from cases import Case, generator, indices_of, outcome, random_numbers
+from cases import Case, generator, indices_of, outcome, process_ranks, random_numbers
 from nodes_cases import check_one, layer_of, run_nodes, run_one
+from pace import WAIT_S
 
 pytestmark = pytest.mark.cpu_only
 CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=6, dtype=torch.float32)
@@ -107,8 +108,9 @@ def creations(nodes):
     sizes = {"max_tokens": 6, "hidden": 16, "topk": 2, "num_tot_experts": 8, "dtype": torch.float32}
     found = {}
     for name, value in (("num_tot_experts", 6), ("rank", 7), ("world_size", 9), ("capacity", 5),
-                        ("hidden", 32), ("num_tot_experts", None), ("max_tokens", 0),
-                        ("combine_mode", "none")):
+                        ("hidden", 32), ("num_tot_experts", None), ("num_tot_experts", 8.5),
+                        ("max_tokens", 2.5), ("max_tokens", "4"), ("max_tokens", 0),
+                        ("local_world_size", 1), ("combine_mode", "none")):
         mine = sizes | ({name: value} if nodes.rank == BAD else {})
         found[name, value] = outcome(lambda: epmoe.EPAll2AllLayer(nodes, device="cpu", **mine))
     found["all"] = outcome(lambda: epmoe.EPAll2AllLayer(nodes, device="cpu", **sizes | {"hidden": 3}))
@@ -123,7 +125,9 @@ def test_wrong_creations_are_errors_on_all_ranks():
     """A layer that one rank cannot create is created by none."""
     results = run_nodes(creations, 2, 2)
     own = {("num_tot_experts", 6): "ValueError", ("rank", 7): "ValueError", ("world_size", 9): "ValueError",
-           ("capacity", 5): "ValueError", ("num_tot_experts", None): "TypeError"}
+           ("capacity", 5): "ValueError", ("num_tot_experts", None): "TypeError",
+           ("num_tot_experts", 8.5): "ValueError", ("max_tokens", 2.5): "ValueError",
+           ("max_tokens", "4"): "ValueError", ("local_world_size", 1): "ValueError"}
     for rank, found in enumerate(results):
         for name, got in found.items():
             if name in ("all", "decode", "low latency"):
@@ -133,6 +137,52 @@ def test_wrong_creations_are_errors_on_all_ranks():
                 assert got.kind == (own[name] if rank == BAD else "PeerError"), f"{name}, rank {rank}: {got}"
             else:
                 assert got.kind == "EpMismatch" and f"rank {BAD} creates" in got.text, f"{name}: {got}"
+
+
+def _nodes_that_exist(rank, size):
+    """Rank main: another local_world_size on one rank, then on all, where the nodes exist already."""
+    def make(local, kind=epmoe.EPMoE):
+        options = {"max_tokens": 4, "dtype": torch.float32, "device": "cpu", "local_world_size": local}
+        return kind(16, 32, 8, 2, **options) if kind is epmoe.EPMoE else kind(
+            None, hidden=16, topk=2, num_tot_experts=8, **options)
+
+    first = epmoe.EPMoE(16, 32, 8, 2, max_tokens=4, dtype=torch.float32, device="cpu", local_world_size=2,
+                        timeout_s=WAIT_S)
+    x, idx, weight = torch.randn(2, 16), torch.tensor([[0, 7], [1, 2]]), torch.ones(2, 2)
+    found, kinds = {}, []
+    for local in (1, 4, 9, "2"):
+        for kind in (epmoe.EPMoE, epmoe.EPAll2AllLayer):
+            found[local, kind.__name__] = outcome(lambda: make(local if rank == BAD else 2, kind)).kind
+    for local in (None, 2):  # they are those of all layers of the group
+        kinds.append(make(local).layer.nodes is first.layer.nodes)
+    return found, kinds, first(x, idx, weight).isfinite().all().item()
+
+
+def test_another_number_of_local_ranks_is_an_error_on_all_ranks():
+    for rank, (found, kinds, works) in enumerate(process_ranks(_nodes_that_exist, 4)):
+        for (local, name), kind in found.items():
+            assert kind == ("ValueError" if rank == BAD else "PeerError"), (rank, local, name, kind)
+        assert kinds == [True, True] and works
+
+
+def second_derivatives(nodes, num_chunks):
+    """create_graph=True on one rank, then on all. The next call works."""
+    moe = epmoe.EPMoE(16, 16, 8, 2, nodes, max_tokens=6, device="cpu", num_chunks=num_chunks)
+    x = torch.ones(6, 16, dtype=torch.bfloat16, requires_grad=True)
+    idx, weight = indices_of(Case(topk=2, max_tokens=6), nodes.rank, 4), torch.ones(6, 2)
+
+    def step(create_graph):
+        return torch.autograd.grad(moe(x, idx, weight).float().sum(), x, create_graph=create_graph)
+
+    return [outcome(lambda: step(create_graph)).kind
+            for create_graph in (nodes.rank == BAD, False, True, False)]
+
+
+@pytest.mark.parametrize("num_chunks", (1, 2))
+def test_second_derivatives_in_16_bits_are_an_error_on_all_ranks(num_chunks):
+    for rank, found in enumerate(run_nodes(second_derivatives, 2, 2, num_chunks)):
+        first = "NotImplementedError" if rank == BAD else "PeerError"
+        assert found == [first, "nothing", "NotImplementedError", "nothing"], (rank, found)
 
 
 def no_memory(nodes):

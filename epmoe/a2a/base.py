@@ -23,6 +23,7 @@ from ..comm.nodes import Nodes, is_mesh, sizes_of
 from ..comm.error_propagation import check_plain, is_reported, mark_reported
 from ..comm.rendezvous import process_group
 from ..comm.world import Shared, World, _of_group as worlds
+from ..errors import EpError
 from ..gemm.grouped import is_transposed
 from ..torch_modes import StopRecomputation, without_dynamo
 
@@ -80,6 +81,9 @@ def spans_nodes(group: Group, local_world_size: int | None = None) -> TypeGuard[
     """
     if isinstance(group, (Nodes, World)):
         return isinstance(group, Nodes) and group.num_nodes > 1
+    nodes = Nodes.known(group)
+    if nodes is not None:  # all layers of a group share them, whatever local_world_size says
+        return nodes.num_nodes > 1
     if is_mesh(group):
         return group.mesh.shape[0] > 1
     try:
@@ -95,6 +99,22 @@ def spans_nodes(group: Group, local_world_size: int | None = None) -> TypeGuard[
     return local < size
 
 
+def nodes_of(ep_group: Group, local_world_size: int | None, timeout_s: float | None) -> Nodes:
+    """Return the Nodes of a layer that is being created.
+
+    Where they exist, and this rank says that they have another size, tell the other ranks, which go on.
+    """
+    assert not isinstance(ep_group, World)
+    try:
+        return Nodes.of(ep_group, local_world_size, timeout_s)
+    except (TypeError, ValueError):
+        nodes = Nodes.known(ep_group)
+        if nodes is not None:
+            with contextlib.suppress(EpError):
+                nodes._propagate()
+        raise
+
+
 def world_of(ep_group: Group, heap: SymmetricHeap | None, timeout_s: float | None,
              local_world_size: int | None = None) -> World | Nodes:
     """Return the world of a layer with these arguments, or the Nodes of a layer that spans several.
@@ -104,7 +124,7 @@ def world_of(ep_group: Group, heap: SymmetricHeap | None, timeout_s: float | Non
     if isinstance(heap, SymmetricHeap) and ep_group is None:
         return heap.world
     if spans_nodes(ep_group, local_world_size):
-        return Nodes.of(ep_group, local_world_size, timeout_s)
+        return nodes_of(ep_group, local_world_size, timeout_s)
     if is_mesh(ep_group) or isinstance(ep_group, Nodes):  # of one node
         return Nodes.of(ep_group, None, timeout_s).team
     return World.of(ep_group, timeout_s)

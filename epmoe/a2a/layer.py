@@ -177,6 +177,7 @@ class EPAll2AllLayer(CollectiveLayer):
     is_of_module = False  # whether an EPMoE uses the layer: see ops.rows_to_trace
     low_latency: LowLatencyAll2All | None = None  # EPMoE: that of the modules that share the layer
     staging: Staging | None = None  # EPMoE: memory of the modules with balance that share the layer
+    plans_apart = False  # whether EPMoE makes the plan in a call of its own, with _make_layout: FixedPlans
     may_decode = False  # EPMoE: whether calls without gradients create one by themselves
 
     def __init__(self, ep_group: Group, max_tokens: int, hidden: int, topk: int, rank: int | None = None,

@@ -440,7 +440,8 @@ def _read_end(raw: bytes, size: int) -> _End:
     """Return the code, the text and the lost ranks that a rank has written.  Nonsense is an end, too."""
     try:
         code, text, lost = json.loads(raw)
-        if type(code) is int and -13 <= code < 0 and all(type(r) is int and 0 <= r < size for r in lost):
+        if (type(text) is str and type(code) is int and -13 <= code < 0
+                and all(type(r) is int and 0 <= r < size for r in lost)):
             return code, "".join(c if c.isprintable() else " " for c in text[:_MAX_TEXT]), lost
     except (ValueError, TypeError, RecursionError):
         pass

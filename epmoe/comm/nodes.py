@@ -364,6 +364,16 @@ class Nodes(Shared):
                              f"{nodes.local_size} ranks: leave it out")
         return nodes
 
+    @classmethod
+    def known(cls, group: Any) -> Nodes | None:
+        """Return the Nodes that the layers of a group share already, or None."""
+        if isinstance(group, Nodes):
+            return group
+        try:
+            return _of_group.get(id(group if is_mesh(group) else process_group(group)))
+        except (TypeError, ValueError):
+            return None
+
     def exchange(self, mine: BytesLike) -> list[bytes]:
         """Give some bytes to all ranks of all nodes and return those of every rank.  Collective.
 

@@ -107,7 +107,7 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
     weights of 4 bits, which have no gradients.  lora: an adapter or a mixture, beside which the weights have
     no gradients either.  balancer: what lets ranks help each other, of weights alone.
     """
-    layout = None
+    layout, first = None, _C.OP_PLAN  # the first operation that this rank has not entered
     try:
         plain = is_plain()
         if lora is None and (as_operators or not plain and is_transformed()):
@@ -116,15 +116,19 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         if not plain:
             check_mode(tokens, topk_weights, *parameters, *(lora.factors if lora else ()))
         weight = topk_weights if topk_weights.dtype == torch.float32 else as_float32(topk_weights)
-        empty = layer._allocator()
-        num_tokens = tokens.shape[0]  # len() of a tensor is a function of torch in Python
-        layout = EPLayout(layer, empty((layer._plan_words(num_tokens),), (1,), torch.int32), num_tokens, 0)
+        indices: Tensor | None = topk_idx
+        if layer.plans_apart:  # the nodes tell each other the results of their plans
+            layout, indices, first = layer._make_layout(topk_idx, None, 0), None, _C.OP_DISPATCH
+        else:
+            num_tokens = tokens.shape[0]  # len() of a tensor is a function of torch in Python
+            plan = layer._allocator()((layer._plan_words(num_tokens),), (1,), torch.int32)
+            layout = EPLayout(layer, plan, num_tokens, 0)
         if lora is not None and requires_grad(tokens, weight, *lora.factors):
-            return lora.apply(tokens, weight, parameters, layer, topk_idx, layout, kernel), layout
+            return lora.apply(tokens, weight, parameters, layer, indices, layout, kernel), layout
         if lora is None and scales is None and requires_grad(tokens, weight, *parameters):
-            of_call = layer, topk_idx, layout, kernel, balancer  # one argument: torch examines each one
+            of_call = layer, indices, layout, kernel, balancer  # one argument: torch examines each one
             return _Experts.apply(tokens, weight, *parameters, of_call), layout
-        y, rows, *_ = forward(layer, tokens, topk_idx, weight, layout, parameters, kernel, -1, False, scales,
+        y, rows, *_ = forward(layer, tokens, indices, weight, layout, parameters, kernel, -1, False, scales,
                               lora.low() if lora else (None, None), balancer,
                               mixture=lora.mixture if lora else None)
         if lora is not None:
@@ -133,7 +137,7 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
     except Exception as error:
         if layout is not None and layout.recv is not None:
             raise  # the operations have run: nobody waits for this rank
-        layer._propagate(_C.OP_PLAN, error, 0)
+        layer._propagate(first, error, 0)
 
 
 def _run_as_operators(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor,
@@ -323,7 +327,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
                 down: Tensor, down_bias: Tensor | None,
-                of_call: tuple[EPAll2AllLayer, Tensor, EPLayout, Kernel, Balancer | None]) -> Tensor:
+                of_call: tuple[EPAll2AllLayer, Tensor | None, EPLayout, Kernel, Balancer | None]) -> Tensor:
         layer, topk_idx, layout, kernel, balancer = of_call
         parameters = gate_up, gate_up_bias, down, down_bias
         y, rows, h, row_weight, recv, *_ = forward(layer, x, topk_idx, weight, layout, parameters, kernel,

@@ -76,8 +76,8 @@ class LoraOfCall:
         """Let a mode of torch that counts operations see the products of a forward."""
         count_products(rows, offsets, parameters[0], parameters[2], *self.factors)
 
-    def apply(self, x: Tensor, weight: Tensor, parameters: Weights, layer: EPAll2AllLayer, topk_idx: Tensor,
-              layout: EPLayout, kernel: Kernel) -> Tensor:
+    def apply(self, x: Tensor, weight: Tensor, parameters: Weights, layer: EPAll2AllLayer,
+              topk_idx: Tensor | None, layout: EPLayout, kernel: Kernel) -> Tensor:
         """Run a forward whose backward has the gradients of x, weight and the factors."""
         frozen = [None if p is None else p.detach() for p in parameters]
         return cast(Tensor, _Experts.apply(x, weight, *self.factors, self.scaling, frozen, layer, topk_idx,
@@ -140,7 +140,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, a_up: Tensor | None, b_up: Tensor | None,
                 a_down: Tensor | None, b_down: Tensor | None, scaling: float, parameters: Weights,
-                layer: EPAll2AllLayer, topk_idx: Tensor, layout: EPLayout, kernel: Kernel) -> Tensor:
+                layer: EPAll2AllLayer, topk_idx: Tensor | None, layout: EPLayout, kernel: Kernel) -> Tensor:
         factors = a_up, b_up, a_down, b_down
         y, rows, h, row_weight, recv, u, v = experts_ops.forward(
             layer, x, topk_idx, weight, layout, parameters, kernel, layer._unread_rows or -1, True,

@@ -235,6 +235,7 @@ class FixedPlans:
         self._host_word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=self._defers)
         team = layer.team_layer
         self._plan_of_team = team._make_layout
+        team.plans_apart = True
         team._make_layout = self._plan_on_all  # type: ignore[method-assign]
 
     def make_layout(self, num_tokens: int, buffer: int, everyone: Tensor) -> FixedLayout:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import _C
+from ...comm.device import integer
 from ...comm.nodes import Nodes
 from ...comm.rail import RESERVE_SMS
 from ...comm.error_propagation import is_reported, mark_reported
@@ -19,7 +20,7 @@ from ...comm.validation import agree
 from ...errors import EpClosed, EpError, EpIndexError, EpOverflow, PeerError
 from ...torch_modes import StopRecomputation, check_mode, requires_grad, without_dynamo
 from ...gemm.activations import Activation
-from ..base import cast
+from ..base import cast, nodes_of
 from ..fused import EpAll2AllFusedOp, check_no_gradients
 from ..layer import EPAll2AllLayer, check_rail_capacity
 from ..layout import Layout
@@ -66,13 +67,14 @@ class InternodeLayer(EPAll2AllLayer):
                  local_world_size: int | None = None, world_size: int | None = None, *args: Any,
                  **options: Any) -> None:
         timeout_s = options.get("timeout_s")
-        nodes = Nodes.of(ep_group, local_world_size, timeout_s)
+        nodes = nodes_of(ep_group, local_world_size, timeout_s)
         self.nodes = self.world = nodes
         self.rank = nodes.rank
         self.world_size = nodes.size
         self.num_nodes = nodes.num_nodes
         self.node = nodes.node
         try:
+            max_tokens = integer("max_tokens", max_tokens)
             num_experts = self._check_sizes(rank, world_size, num_tot_experts, options)
             if timeout_s is not None:
                 nodes.set_timeout(timeout_s)
@@ -87,7 +89,7 @@ class InternodeLayer(EPAll2AllLayer):
                       f"{topk}, experts {num_tot_experts}, {shared}")
         try:
             self.team_layer = self._kind_of_team(
-                nodes.team, _tokens_of_team(nodes, int(max_tokens), options), hidden, topk, None,
+                nodes.team, _tokens_of_team(nodes, max_tokens, options), hidden, topk, None,
                 num_experts // nodes.num_nodes, None, None, *args, **options)
         except Exception:
             with contextlib.suppress(EpError):
@@ -99,7 +101,7 @@ class InternodeLayer(EPAll2AllLayer):
             with contextlib.suppress(EpError):
                 self.team_layer.finalize()
             raise
-        self._take(int(max_tokens), num_experts)
+        self._take(max_tokens, num_experts)
         if self.device.type == "cuda":  # NCCL connects in its first exchange, for which it allocates
             nodes._exchange_rows(*torch.zeros(2, nodes.num_nodes, dtype=torch.int32, device=self.device))
         self._number = nodes._num_layers
@@ -263,7 +265,7 @@ class InternodeLayer(EPAll2AllLayer):
         if mine.team is None and not self._applies:
             self._plan_team(mine)
         with self._ending():
-            here, weight_here = rows.Out.apply(input, weight, mine, True)
+            here, weight_here = rows.Out.apply(input, weight, mine)
         mine.dispatched = True
         return mine, here, weight_here
 
@@ -273,7 +275,7 @@ class InternodeLayer(EPAll2AllLayer):
         self._validate(COMBINE, layout, weights=weight is not None,
                        gradients=requires_grad(weight, *tensors))
         with self._ending():
-            return rows.Return.apply(call(), None, layout, True)[0]
+            return rows.Return.apply(call(), None, layout)[0]
 
     def _apply(self, moe: EPMoE, x: Tensor, topk_idx: Tensor,
                topk_weights: Tensor) -> tuple[Tensor, Layout | None]:
@@ -300,6 +302,7 @@ class InternodeLayer(EPAll2AllLayer):
                 return pipeline.apply(self, moe, num_chunks, params, x, topk_idx, topk_weights)
             layout, here, weight_here = self._send(x, topk_idx, topk_weights, None, None, 0, *params)
             assert weight_here is not None  # topk_weights is a tensor
+            layout.of_experts_in_16_bits = self.dtype != torch.float32
             if self._fixed is not None:
                 self._fixed.owes_result = True
             try:
@@ -317,7 +320,7 @@ class InternodeLayer(EPAll2AllLayer):
         finally:
             del error
         with self._ending():
-            return rows.Return.apply(y, None, layout, True)[0], layout
+            return rows.Return.apply(y, None, layout)[0], layout
 
     @without_dynamo
     def preprocess(self, exp_indices: Tensor, full_scatter_indices: Tensor | None = None, *,
@@ -396,7 +399,8 @@ class InternodeLayer(EPAll2AllLayer):
                 raise ValueError(f"{name}={got}, but the group says {want}: leave it out")
         if num_tot_experts is None:
             raise TypeError("num_tot_experts is missing: pass the number of experts of all ranks")
-        if int(num_tot_experts) % self.world_size:
+        num_experts = integer("num_tot_experts", num_tot_experts)
+        if num_experts % self.world_size:
             raise ValueError(f"num_tot_experts {num_tot_experts}: must be a multiple of the "
                              f"{self.world_size} ranks")
         if options.get("expert_capacity") is not None:
@@ -411,7 +415,7 @@ class InternodeLayer(EPAll2AllLayer):
             raise ValueError(f"rail_capacity {rail_capacity} without capacity: the host would still read the "
                              f"rows of each rank in each call: pass capacity, too, the most rows that a rank "
                              f"can receive, or leave rail_capacity out")
-        return int(num_tot_experts)
+        return num_experts
 
     def _checked(self, input: Tensor, exp_indices: Any, weight: Tensor | None,
                  full_scatter_indices: Tensor | None, layout: Layout | None,

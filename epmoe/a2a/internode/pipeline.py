@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ class Flight:
         self.chunks = range(1, num_chunks + 1)
         self.arriving: dict[int, Tensor] = {}  # chunk -> the gradients of its rows, in a backward
         self.returned: dict[int, Tensor] = {}  # chunk -> the gradients of its tokens, in a backward
+        self.totals: list[_Total] = []  # of the weights, in a backward
         self._waits: dict[tuple[str, int], Callable[[], None]] = {}  # name of an exchange -> waits for it
         self._source: Tensor | None = None  # the rows still to be sent: tokens, or the gradient of the sums
         self._to_fill: dict[int, Tensor] = {}  # chunk -> where its rows arrive
@@ -172,11 +173,18 @@ class _Sum(torch.autograd.Function):
         return flight.total(own, backs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows.validate_backward(ctx.flight.layout, validation.COMBINE_BACKWARD, dy)
+        return _Sum.begin(ctx, dy)
+
+    @staticmethod
+    @once_differentiable
+    def begin(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         flight: Flight = ctx.flight
-        rows.validate_backward(flight.layout, validation.COMBINE_BACKWARD, dy)
         with flight.layer._ending():
+            flight.drain()  # what a backward that failed has left
+            for total in flight.totals:
+                total.begin()
             dy = dy.contiguous()
             flight.arriving = dict(zip(flight.chunks, flight.begin(dy)))
             flight.returned = {}
@@ -211,8 +219,12 @@ class _Total:
 
     def __init__(self, p: Tensor, num_uses: int) -> None:
         self.shape, self.dtype = p.shape, p.dtype
-        self.num_uses = self.left = num_uses
-        self.sum: Tensor | None = None
+        self.num_uses = num_uses
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a backward."""
+        self.left, self.sum = self.num_uses, cast("Tensor | None", None)
 
     def take(self, factors: Factors) -> Tensor | None:
         """Add the product of the factors.  Returns what add returns."""
@@ -233,7 +245,7 @@ class _Total:
         self.left -= 1
         if self.left:
             return None
-        self.sum, self.left = None, self.num_uses
+        self.begin()
         return total.to(self.dtype)
 
 
@@ -251,13 +263,15 @@ class _Use(torch.autograd.Function):
         return ctx.total.add(grad), None
 
 
-def _weights_of(moe: EPMoE, num_uses: int) -> list[Weights]:
-    """Return a list of the experts' weights and biases for each chunk."""
+def _weights_of(moe: EPMoE, num_uses: int) -> tuple[list[Weights], list[_Total]]:
+    """Return a list of the experts' weights and biases for each chunk, and the totals of their gradients."""
     lists: list[list[Any]] = []
+    totals: list[_Total] = []
     for p in moe._weights():
         uses: list[Any] = [p] * num_uses
         if p is not None and requires_grad(p) and p.dtype != torch.float32:
             total = _Total(p, num_uses)
+            totals.append(total)
             if p.dim() == 3 and p.is_contiguous():
                 alias = p.view_as(p)
                 setattr(alias, "_epmoe_deferred_wgrad", total)
@@ -266,7 +280,7 @@ def _weights_of(moe: EPMoE, num_uses: int) -> list[Weights]:
                 uses = [_Use.apply(p, total) for _ in uses]
         lists.append(uses)
     of_chunks: list[Any] = list(zip(*lists))
-    return of_chunks
+    return of_chunks, totals
 
 
 def apply(layer: InternodeLayer, moe: EPMoE, num_chunks: int, params: tuple[Tensor | None, ...], x: Tensor,
@@ -274,12 +288,13 @@ def apply(layer: InternodeLayer, moe: EPMoE, num_chunks: int, params: tuple[Tens
     """Apply the experts of an EPMoE in chunks.  Returns (y, layout)."""
     weight, _ = layer._enter(x, topk_idx, topk_weights, params, chunks=num_chunks)
     layout = layer._plan_rail(topk_idx, 0)
+    layout.of_experts_in_16_bits = layer.dtype != torch.float32
     gradients = requires_grad(x, topk_weights, *params)
     with layer._ending():
         flight = Flight(layout, num_chunks)
         weight = _Scalars.apply(weight, layout)
         tokens = list(_Send.apply(x, flight))
-        uses = _weights_of(moe, num_chunks + 1)
+        uses, flight.totals = _weights_of(moe, num_chunks + 1)
         flight.send(1)
     try:
         own: Any = None

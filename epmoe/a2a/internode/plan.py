@@ -43,6 +43,7 @@ class NodesLayout:
     """
 
     is_void = False  # whether its plan has failed, as the host learned later
+    of_experts_in_16_bits = False  # of an EPMoE, whose backward has no second derivatives then
     indices: Tensor  # [A, K] int32: the experts, on this node, of the tokens that this rank has
     send_idx: Tensor  # [S] int64: the tokens that this rank sends, its own node's first
     owner: Tensor  # [T, K]: the node of each choice

@@ -75,6 +75,9 @@ def validate_backward(layout: NodesLayout, op: int, *tensors: Tensor) -> None:
     layer = layout.layer
     try:
         check_backward(*tensors)
+        if layout.of_experts_in_16_bits and torch.is_grad_enabled():
+            raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
+                                      f"{layer.dtype}: use dtype=torch.float32")
     except Exception as error:
         layer._validate(op, error=error)
     layer._validate(op, layout)
@@ -84,35 +87,31 @@ class Out(torch.autograd.Function):
     """out(); the backward is return_rows()."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scalar: Tensor | None, layout: NodesLayout,
-                is_validated: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, x: Tensor, scalar: Tensor | None, layout: NodesLayout) -> tuple[Tensor, Tensor | None]:
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
-        if not is_validated:
-            validate_backward(layout, validation.COMBINE_BACKWARD, x)
         return out(layout, x, scalar)
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
+        validate_backward(ctx.layout, validation.DISPATCH_BACKWARD, d_rows)
         scalar = d_scalar.contiguous() if ctx.has_scalar else None
-        dx, scalar = Return.apply(d_rows.contiguous(), scalar, ctx.layout, False)
-        return dx, scalar, None, None
+        dx, scalar = Return.apply(d_rows.contiguous(), scalar, ctx.layout)
+        return dx, scalar, None
 
 
 class Return(torch.autograd.Function):
     """return_rows(); the backward is out()."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, scalar: Tensor | None, layout: NodesLayout,
-                is_validated: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, rows: Tensor, scalar: Tensor | None, layout: NodesLayout) -> tuple[Tensor, Tensor | None]:
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
-        if not is_validated:
-            validate_backward(layout, validation.DISPATCH_BACKWARD, rows)
         return return_rows(layout, rows, scalar)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_scalar: Tensor) -> tuple[Tensor | None, ...]:
+        validate_backward(ctx.layout, validation.COMBINE_BACKWARD, d_out)
         scalar = d_scalar.contiguous() if ctx.has_scalar else None
-        d_rows, scalar = Out.apply(d_out.contiguous(), scalar, ctx.layout, False)
-        return d_rows, scalar, None, None
+        d_rows, scalar = Out.apply(d_out.contiguous(), scalar, ctx.layout)
+        return d_rows, scalar, None
