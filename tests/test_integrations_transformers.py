@@ -339,6 +339,31 @@ def test_integrations_transformers_spread_experts_refuses(monkeypatch, family, t
         integration.spread_experts(make(family), device="cpu")
 
 
+@pytest.mark.parametrize("frozen", [("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj"), ()])
+def test_integrations_transformers_spread_experts_keeps_what_trains(frozen):
+    model = make("qwen3_moe")
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.endswith(frozen))
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    spread = integration.spread_experts(model, max_tokens=16, device="cpu")
+    assert {name: p.requires_grad for name, p in spread.named_parameters()} == before
+
+
+def test_integrations_transformers_spread_experts_of_one_module_under_two_paths():
+    model = make("qwen3_moe")
+    layers = model.model.layers
+    layers[1].mlp.experts = layers[0].mlp.experts
+    num = len(list(model.parameters()))
+    spread = integration.spread_experts(model, max_tokens=16, device="cpu")
+    assert type(layers[0].mlp.experts) is epmoe.EPMoE and layers[1].mlp.experts is layers[0].mlp.experts
+    assert len(list(spread.parameters())) == num
+    model = make("qwen3_moe")
+    layers = model.model.layers
+    layers[1].mlp.experts.down_proj = layers[0].mlp.experts.down_proj
+    with pytest.raises(ValueError, match="layers.1.mlp.experts.down_proj is a parameter of model.layers.0"):
+        integration.spread_experts(model, max_tokens=16, device="cpu")
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("failing", [1, 2])
 def test_integrations_transformers_spread_experts_is_done_or_not(monkeypatch, failing, num_ranks):

@@ -1294,7 +1294,7 @@ def test_lora_refuses_what_merged_weights_cannot_do():
     moe.merge_adapter()
     for call in (moe.state_dict, lambda: moe.load_state_dict(state), lambda: epmoe.whole_state_dict(moe),
                  moe.merge_adapter, lambda: moe.set_expert_map(None), lambda: moe.remove_adapter("a")):
-        with pytest.raises(RuntimeError, match="hold the adapter 'a' now: call unmerge_adapter"):
+        with pytest.raises(RuntimeError, match="hold the adapter 'a' now: call its unmerge_adapter"):
             call()
     moe.unmerge_adapter()
     moe.load_state_dict(state)
@@ -1311,6 +1311,67 @@ def test_lora_refuses_what_merged_weights_cannot_do():
         x, idx, weight, _ = inputs_of(Model(hidden=128, inner=128, dtype=BF16), 0, 1)
         moe(x.requires_grad_(), idx % 2, weight)
     moe.finalize()
+
+
+@pytest.mark.cpu_only
+def test_lora_merged_in_modules_with_the_same_weights():
+    """A prefill and a decode module: the weights have the adapter once, and unmerging restores them."""
+    world, model = epmoe.thread_worlds(1)[0], Model(dtype=BF16)
+    first, second = (make_lora(world, "cpu", model, 2) for _ in range(2))
+    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
+    x, idx, weight, _ = inputs_of(model, 0, 1)
+    before, state = first.down_proj.detach().clone(), second.state_dict()
+    with torch.no_grad():
+        want = first(x, idx, weight)
+        with pytest.raises(RuntimeError, match="another EPMoE has the same weights"):
+            first.merge_adapter()
+        second.set_adapter(None)
+        first.merge_adapter()
+        merged = [moe(x, idx, weight) for moe in (first, second)]
+    assert torch.equal(*merged) and (merged[0] - want).norm() < 0.05 * want.norm()
+    for call in (second.merge_adapter, second.state_dict, lambda: second.load_state_dict(state),
+                 lambda: second.set_adapter("a"), lambda: second.remove_adapter("a")):
+        with pytest.raises(RuntimeError, match="which another one has, too, hold the adapter 'a'"):
+            call()
+    first.unmerge_adapter()
+    assert torch.equal(first.down_proj, before)
+    second.set_adapter("a")
+    second.load_state_dict(state)
+    first.finalize()
+    second.finalize()
+
+
+@pytest.mark.cpu_only
+def test_lora_factors_stay_frozen_after_a_merge():
+    moe = make_lora(epmoe.thread_worlds(1)[0], "cpu", Model(dtype=BF16), 2)
+    moe.adapters.a.down_proj.lora_A.requires_grad_(False)
+    before = {n: p.requires_grad for n, p in moe.named_parameters()}
+    moe.merge_adapter()
+    assert not any(p.requires_grad for p in moe.adapters.parameters())
+    moe.unmerge_adapter()
+    assert {n: p.requires_grad for n, p in moe.named_parameters()} == before and True in before.values()
+    for name in ("training", "_modules", "keys"):
+        with pytest.raises(ValueError, match="cannot be the name of an attribute"):
+            moe.add_adapter(name, 2, 2)
+    moe.finalize()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("is_root", (True, False))
+def test_lora_of_a_state_dict_is_a_matter_of_strict_where_there_is_none(is_root):
+    moes = [epmoe.EPMoE(16, 32, 2, 1, dtype=torch.float32, device="cpu") for _ in range(2)]
+    moes[0].add_adapter("a", 2, 2)
+    state, adapters = moes[0].state_dict(), moes[0].adapters.state_dict()
+    module, prefix = (moes[1], "") if is_root else (torch.nn.ModuleDict({"moe": moes[1]}), "moe.")
+    for given in (state, {f"adapters.{n}": t for n, t in adapters.items()}):
+        given = {prefix + n: t for n, t in given.items()}
+        found = module.load_state_dict(given, strict=False)
+        assert set(found.unexpected_keys) == {f"{prefix}adapters.{n}" for n in adapters}
+        with pytest.raises(RuntimeError, match="Unexpected"):
+            module.load_state_dict(given)
+    assert torch.equal(moes[1].down_proj, moes[0].down_proj)
+    for moe in moes:
+        moe.finalize()
 
 
 @pytest.mark.cpu_only

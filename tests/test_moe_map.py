@@ -385,3 +385,26 @@ def test_moe_map_is_the_old_one_after_an_error(ranks, monkeypatch, where, size):
     others = "MemoryError" if where[1] else "PeerDied" if where[2] else "PeerError"
     check_outcomes([got for got, _ in results], [others] * (len(results) - 1) + ["MemoryError"], within_s=20)
     assert all(is_old for _, is_old in results)
+
+
+def test_moe_map_step_with_gradients_of_other_experts_is_an_error(ranks):
+    """After a backward: the step comes before the map, or after the way back."""
+
+    def run(world, device):
+        found, weights = [], []
+        for mapped in (False, True):
+            moe = make(world, device)
+            moe.set_expert_map(None)
+            optimizer = torch.optim.SGD(moe.parameters(), 0.1)
+            moe(*inputs(moe, 1)).square().sum().backward()
+            if mapped:
+                moe.set_expert_map(maps_of(moe)[-1])
+                found.append(outcome(optimizer.step).kind)
+                moe.set_expert_map(None)
+            optimizer.step()
+            weights.append([p.detach().clone() for p in moe.parameters()])
+            moe.finalize()
+        return found, [torch.equal(a, b) for a, b in zip(*weights, strict=True)]
+
+    for found, same in ranks(run):
+        assert found == ["RuntimeError"] and all(same)

@@ -449,6 +449,41 @@ def test_moe_load_state_dict_without_the_experts_is_a_matter_of_strict(part):
         assert "Missing: moe.gate_up_proj" in some.text and "Nothing of it was loaded" in some.text, some
 
 
+def test_moe_load_state_dict_one_by_one_of_a_rank_without_experts():
+    """Three ranks have two, two and none of four experts, and each passes its own."""
+    def main(world):
+        moe = epmoe.EPMoE(16, 32, 4, 2, world, max_tokens=8, dtype=torch.float32, device="cpu")
+        own = range(2 * world.rank, min(2 * world.rank + 2, 4))
+        g = torch.Generator().manual_seed(1)
+        whole = {f"{e}.{name}.weight": torch.randn(shape, generator=g) for e in range(4)
+                 for name, shape in (("gate_proj", (32, 16)), ("up_proj", (32, 16)), ("down_proj", (16, 32)))}
+        moe.load_state_dict({key: t for key, t in whole.items() if int(key[0]) in own})
+        got = moe.down_proj.detach()[:len(own)]
+        right = all(torch.equal(t, whole[f"{e}.down_proj.weight"]) for e, t in zip(own, got))
+        wrong = outcome(lambda: moe.load_state_dict({"down_proj": torch.zeros(2, 16, 32)})).kind
+        moe.finalize()
+        return right, len(own), wrong
+
+    assert run_threads(main, 3) == [(True, n, "RuntimeError") for n in (2, 2, 0)]
+
+
+def _fp8_in_ddp(rank, world_size):
+    moe = epmoe.EPMoE(128, 128, 4, 2, device="cpu", max_tokens=16, weight_dtype=torch.float8_e4m3fn)
+    moe.add_adapter("a", r=2, alpha=1)
+    moe.set_adapter("a")
+    model = torch.nn.ModuleDict({"moe": moe, "other": torch.nn.Linear(4, 4)})
+    before = moe.down_proj.detach().clone()
+    DistributedDataParallel(epmoe.prepare_ddp(model))
+    same = torch.equal(before.view(torch.uint8), moe.down_proj.detach().view(torch.uint8))
+    moe.finalize()
+    return same
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_moe_ddp_leaves_experts_in_fp8_alone(num_ranks):
+    assert all(process_ranks(_fp8_in_ddp, num_ranks))
+
+
 # ---- the experts' parameters ----
 
 

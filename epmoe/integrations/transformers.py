@@ -89,8 +89,8 @@ def spread_experts(model, ep_group=None, **options):
         The model.  Until all modules are made, it keeps its own experts, also after an error.
 
     Raises:
-        ValueError: On this rank, where there are no experts, or peft has adapted them, for an activation that
-            EPMoE does not have, and as EPMoE.
+        ValueError: On this rank, where there are no experts, or peft has adapted them, where several modules
+            have a parameter in common, for an activation that EPMoE does not have, and as EPMoE.
         EpError: As the creation of an EPMoE.
 
     Examples:
@@ -99,16 +99,20 @@ def spread_experts(model, ep_group=None, **options):
         >>> callable(spread_experts)
         True
     """
-    found = [(path, m) for path, m in model.named_modules() if parts.can_spread(m)]
+    found = [(path, m) for path, m in model.named_modules(remove_duplicate=False) if parts.can_spread(m)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that transformers lets another "
                          f"implementation compute")
     if found[0][0].endswith("base_layer"):
         raise ValueError(f"{found[0][0]}: peft has put an adapter around the experts: spread them first, "
                          f"then call epmoe.integrations.peft.add_lora")
-    layers, made = {}, {}
+    _check_apart({id(experts): (path, experts) for path, experts in found}.values())
+    layers, made, of_experts = {}, {}, {}
     try:
         for path, experts in found:
+            if id(experts) in of_experts:  # one module under several paths
+                made[path] = of_experts[id(experts)]
+                continue
             shape = parts.layer_key(experts)
             shared = dict(options)
             if not hasattr(experts, "config") and hasattr(model, "config"):
@@ -117,7 +121,7 @@ def spread_experts(model, ep_group=None, **options):
                     shared.setdefault("dtype", model.dtype)
             if shape in layers:
                 shared = {n: v for n, v in shared.items() if n in _OF_MODULE} | {"layer": layers[shape]}
-            made[path] = EPMoE.from_experts(experts, ep_group, **shared)
+            made[path] = of_experts[id(experts)] = EPMoE.from_experts(experts, ep_group, **shared)
             layers[shape] = made[path].layer
     except Exception:
         with contextlib.suppress(Exception):  # all ranks fail here, so all close the layers
@@ -128,6 +132,17 @@ def spread_experts(model, ep_group=None, **options):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, moe)
     return model
+
+
+def _check_apart(found):
+    """Raise ValueError if two experts modules have a parameter in common, which would become two."""
+    owner = {}
+    for path, experts in found:
+        for name, p in experts.named_parameters():
+            first = owner.setdefault(id(p), path)
+            if first != path:
+                raise ValueError(f"{path}.{name} is a parameter of {first}, too: give both the same experts "
+                                 f"module, or spread them as EPMoE modules and set their parameters")
 
 
 ALL_EXPERTS_FUNCTIONS.register("epmoe", experts_forward)

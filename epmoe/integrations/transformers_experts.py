@@ -493,5 +493,6 @@ def _loaded(moe, experts):
     if is_gpt_oss_mxfp4(experts):
         moe._is_hooked = True  # else transformers' module above calls its Triton kernels
     if moe._format.has_gradients:
-        moe.requires_grad_(whole["gate_up_proj"].requires_grad)
+        for parameter, t in whole.items():
+            getattr(moe, parameter).requires_grad_(t.requires_grad)
     return moe.train(experts.training)

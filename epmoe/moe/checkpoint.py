@@ -145,7 +145,8 @@ def load_experts(moe: EPMoE, state_dict: StateDict, prefix: str, missing: list[s
     """
     with torch.no_grad():
         known = _Loader(moe, state_dict, prefix, missing, errors).run()
-    if not known:
+    has_none = max(moe._held) < 0 and not any(prefix + name in state_dict for name in saved(moe))
+    if not known and not has_none:  # a rank without experts has none to load one by one
         return state_dict, {}
     left = {key: t for key, t in state_dict.items() if key not in known}
     return left, {prefix + name: p for name, p in moe.named_parameters(recurse=False)}

@@ -32,7 +32,7 @@ from ..comm.device import integer
 from ..torch_modes import writing
 from .lora_products import CopiedFactors
 from .guards import may_be_sharded
-from .shards import fsdp_shards, is_dtensor, joined, tensors, to_first
+from .shards import fsdp_shards, is_dtensor, joined, sharing, tensors, to_first
 from .weights import WEIGHTS
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class State:
         active: Its name, or None.
         mixed: The names of the adapters of which each token has its own, or ().
         trained: {name: requires_grad} of the parameters that an active adapter freezes, as they were before.
+        factors: The factors of the merged adapter that required gradients before.
         unmerged: {name: the weight before the adapter was added to it, on the CPU}; empty if none is merged.
         copied: The factors of `mixed` in one tensor, or None: not copied yet.
     """
@@ -129,6 +130,7 @@ class State:
     mixed: tuple[str, ...] = ()
     trained: dict[str, bool] = dataclasses.field(default_factory=dict)
     unmerged: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    factors: list[nn.Parameter] = dataclasses.field(default_factory=list)
     copied: CopiedFactors | None = None
 
     def adapters(self, moe: EPMoE) -> list[Adapter]:
@@ -175,10 +177,12 @@ def is_active(moe: EPMoE) -> bool:
 
 
 def check_unmerged(moe: EPMoE, what: str) -> None:
-    """Raise RuntimeError where the weights of a module have an adapter, for a time."""
-    if moe._lora is not None and moe._lora.unmerged:
-        raise RuntimeError(f"{what}: the weights of this EPMoE hold the adapter {moe._lora.active!r} now: "
-                           f"call unmerge_adapter() first")
+    """Raise RuntimeError where the weights of a module have an adapter, for a time, perhaps another's."""
+    for module in sharing(moe):
+        if module._lora is not None and module._lora.unmerged:
+            whose = "this EPMoE" if module is moe else "this EPMoE, which another one has, too,"
+            raise RuntimeError(f"{what}: the weights of {whose} hold the adapter {module._lora.active!r} "
+                               f"now: call its unmerge_adapter() first")
 
 
 # ---- calls of all ranks ----
@@ -193,7 +197,7 @@ def agree(world: World | Nodes, mine: str) -> None:
 def check_name(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"the name of an adapter: wanted a text, got {type(name).__name__}")
-    if not name or "." in name or len(name) > _MOST_CHARACTERS or hasattr(nn.ModuleDict, name):
+    if not name or "." in name or len(name) > _MOST_CHARACTERS or hasattr(nn.ModuleDict(), name):
         raise ValueError(f"the name of an adapter, {name!r}: must have 1 to {_MOST_CHARACTERS} characters "
                          f"and no dot, and cannot be the name of an attribute of torch.nn.ModuleDict")
     return name
@@ -578,8 +582,9 @@ def merge_adapter(moe: EPMoE, unload: bool = False) -> None:
     Raises:
         ValueError: On this rank, where no adapter is active, and for weights in FP8 or 4 bits, which
             would have to be quantised again.
-        RuntimeError: On this rank, where the adapter is merged already, where a parametrization or
-            pruning computes a weight, and after fully_shard.
+        RuntimeError: On this rank, where the adapter is merged already, where another EPMoE with the same
+            weights has an adapter active, where a parametrization or pruning computes a weight, and after
+            fully_shard.
         EpError: As add_adapter.
 
     Examples:
@@ -607,6 +612,10 @@ def merge_adapter(moe: EPMoE, unload: bool = False) -> None:
             raise RuntimeError(f"{what}: {', '.join(moe._computed)} of this EPMoE: computed by a "
                                f"parametrization or pruning: remove it first")
         _check_module(moe, what)
+        for other in sharing(moe)[1:]:
+            if is_active(other):
+                raise RuntimeError(f"{what}: another EPMoE has the same weights, and would add the product "
+                                   f"of its own adapter to them: call its set_adapter(None) first")
     agree(moe.layer.world, f"merge_adapter({bool(unload)}) of {moe.active_adapter!r}")
     try:
         with together(moe.layer.world):
@@ -622,6 +631,7 @@ def merge_adapter(moe: EPMoE, unload: bool = False) -> None:
         remove(moe, name)
     else:
         state.unmerged = before
+        state.factors = [p for p in adapter.parameters() if p.requires_grad]
         adapter.requires_grad_(False)
 
 
@@ -649,7 +659,9 @@ def unmerge_adapter(moe: EPMoE) -> None:
     agree(moe.layer.world, "unmerge_adapter()")
     _put_back(moe, state.unmerged)
     state.unmerged = {}
-    adapters_of(moe)[cast(str, state.active)].requires_grad_(True)
+    for p in state.factors:
+        p.requires_grad_()
+    state.factors = []
 
 
 def adapter_state_dict(moe: EPMoE, name: str) -> dict[str, Tensor]:

@@ -1227,8 +1227,9 @@ class EPMoE(nn.Module):
                                           unexpected, errors)
             new_errors, lacks, others = (
                 of_call[n:] for of_call, n in zip((errors, missing, unexpected), before))
-            # Experts that are missing altogether are a matter of the caller's `strict`, which torch does not
-            # tell: it passes True to all modules below the root.
+            # Experts that are missing altogether, and adapters that are too many, are a matter of the
+            # caller's `strict`, which torch does not tell: it passes True to all modules below the root.
+            others = [key for key in others if not key.startswith(f"{prefix}adapters.")]
             is_right = not new_errors and (not strict or not others and (is_absent or not lacks))
             below = checkpoint.below(self, prefix)
             wrong = {key for key, p in below.items() if not checkpoint.fits(state_dict.get(key), p)}
@@ -1287,7 +1288,6 @@ class EPMoE(nn.Module):
         module.register_load_state_dict_pre_hook(functools.partial(shards.load_adopted, self))
 
     def _register(self) -> None:
-        placement.register(self)
         shards.know(self)
         if (self.layer.world_size > 1 or self.expert_map is not None or self._has_other_gradients
                 or self.computes_fp8 or not self._format.is_saved_as_held):

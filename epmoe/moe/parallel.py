@@ -117,7 +117,9 @@ def prepare_ddp(model: _Model, process_group: ProcessGroup | None = None) -> _Mo
                              f"fully_shard(epmoe.prepare_fsdp(model))")
     # Private: the constructor of DistributedDataParallel has no argument for them.
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    names = list(dict.fromkeys([*before, *spread]))
+    # DDP would send FP8 at its creation, which gloo does not know; it has no gradients.
+    in_fp8 = [name for name, (_, t) in _experts(model).items() if t.dtype.itemsize == 1]
+    names = list(dict.fromkeys([*before, *spread, *in_fp8]))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     for moe, _ in spread.values():
         moe.gradient_scale = 1 / moe.layer.world_size

@@ -7,8 +7,6 @@ import hashlib
 import heapq
 import math
 import re
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,7 +20,7 @@ from ..comm.world import World
 from ..errors import EpIndexError, EpMismatch
 from ..torch_modes import is_plain, is_watched, writing
 from .lora import check_unmerged
-from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
+from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, sharing, tensors
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ExpertMap", "balance_experts"]
 ALIGNMENT = 256  # of the weights in symmetric memory
-_modules: weakref.WeakSet[EPMoE] = weakref.WeakSet()  # all EPMoE modules of this process
-_modules_lock = threading.Lock()  # ranks may be threads
 _WRONG_INDEX = re.compile(r"rank (\d+): .*expert index.* of token (\d+), choice (\d+) is outside")
 
 
@@ -472,21 +468,6 @@ def check_still(moe: EPMoE, what: str) -> None:
     if moe._move is not None:
         raise RuntimeError(f"{what}: experts are on their way to another map: call finish() of what "
                            f"move_experts has returned first")
-
-
-def register(moe: EPMoE) -> None:
-    """Let `sharing` know a module."""
-    with _modules_lock:
-        _modules.add(moe)
-
-
-def sharing(moe: EPMoE) -> list[EPMoE]:
-    """Return the modules that have a parameter of a module: it, and others."""
-    own = {id(p) for p in moe._parameters.values() if p is not None}
-    with _modules_lock:
-        modules = [m for m in _modules if m is not moe]
-    # list(), because another thread may add to a module of its own meanwhile
-    return [moe, *(m for m in modules if any(id(p) in own for p in list(m._parameters.values())))]
 
 
 def route_by(moe: EPMoE, expert_map: ExpertMap, holds: list[int]) -> None:

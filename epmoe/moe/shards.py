@@ -47,7 +47,7 @@ _modules: weakref.WeakSet[EPMoE] = weakref.WeakSet()
 _meshes: weakref.WeakKeyDictionary[World | Nodes, dict[tuple[str, DeviceMesh | None], DeviceMesh]] = (
     weakref.WeakKeyDictionary())
 _lock = threading.Lock()  # ranks may be threads
-_all: weakref.WeakSet[EPMoE] = weakref.WeakSet()  # also those that are not registered
+_all: weakref.WeakSet[EPMoE] = weakref.WeakSet()  # of this process, also those that are not registered
 _fsdp_params: weakref.WeakKeyDictionary[EPMoE, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 _has_hook = False
 
@@ -87,9 +87,18 @@ def owners(of: Callable[[Tensor], Tensor | None] = lambda p: p) -> dict[int, EPM
 
 
 def know(moe: EPMoE) -> None:
-    """Let owner_of find the parameters of a module."""
+    """Let owner_of and sharing find a module."""
     with _lock:
         _all.add(moe)
+
+
+def sharing(moe: EPMoE) -> list[EPMoE]:
+    """Return the modules that have a parameter of a module: it, and others."""
+    own = {id(p) for p in moe._parameters.values() if p is not None}
+    with _lock:
+        modules = [m for m in _all if m is not moe]
+    # list(), because another thread may add to a module of its own meanwhile
+    return [moe, *(m for m in modules if any(id(p) in own for p in list(m._parameters.values())))]
 
 
 def owner_of(p: Tensor) -> EPMoE | None:
@@ -478,6 +487,14 @@ def _before_load_state_dict(optimizer: torch.optim.Optimizer, state_dict: StateD
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook that torch calls before each step of each optimizer."""
     teach(optimizer)
+    with _lock:
+        moved = [moe for moe in _modules if not moe._is_home or moe._move is not None]
+    if not moved:
+        return
+    theirs = {id(p) for moe in moved for p in tensors(moe)}
+    if any(p.grad is not None and id(p) in theirs for p in _params(optimizer)):
+        raise RuntimeError("a step of an optimizer while an EPMoE routes by another map: the gradients are "
+                           "those of the experts that were there before: call set_expert_map(None) first")
 
 
 def teach(optimizer: torch.optim.Optimizer) -> None:

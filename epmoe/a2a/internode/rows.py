@@ -87,7 +87,8 @@ class Out(torch.autograd.Function):
     """out(); the backward is return_rows()."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scalar: Tensor | None, layout: NodesLayout) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, x: Tensor, scalar: Tensor | None,
+                layout: NodesLayout) -> tuple[Tensor, Tensor | None]:
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
         return out(layout, x, scalar)
@@ -104,7 +105,8 @@ class Return(torch.autograd.Function):
     """return_rows(); the backward is out()."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, scalar: Tensor | None, layout: NodesLayout) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, rows: Tensor, scalar: Tensor | None,
+                layout: NodesLayout) -> tuple[Tensor, Tensor | None]:
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
         return return_rows(layout, rows, scalar)
