@@ -209,6 +209,27 @@ def test_lack_of_memory_is_an_error_on_all_ranks():
         assert got.kind == ("MemoryError" if rank == BAD else "PeerError") and after == "nothing", f"{got}"
 
 
+def fused_gradients(nodes):
+    """The tokens of a fused dispatch require a gradient on rank BAD only, or all but them; the weights do."""
+    op = epmoe.EpAll2AllFusedOp(nodes, 6, 16, 2, num_tot_experts=8, dtype=torch.float32, device="cpu")
+    w1, w2 = (torch.ones(shape, requires_grad=True) for shape in ((2, 32, 16), (2, 16, 32)))
+    idx, weight = indices_of(Case(topk=2, max_tokens=6), nodes.rank, 4), torch.ones(6, 2)
+
+    def step(wants):
+        x = torch.ones(6, 16, requires_grad=wants)
+        h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, gemm_weight=w1, weight=weight)
+        op.mega_group_gemm_combine(h, w2, layout, row_weight).sum().backward()
+
+    is_bad = nodes.rank == BAD
+    found = [outcome(lambda: step(wants)).kind for wants in (is_bad, not is_bad, True, False)]
+    op.finalize()
+    return found
+
+
+def test_gradients_of_tokens_that_one_rank_wants_of_a_fused_call():
+    assert run_nodes(fused_gradients, 2, 2) == 4 * [["EpMismatch", "EpMismatch", "nothing", "nothing"]]
+
+
 def wrong_products(nodes):
     """Pass weights of a wrong size to each fused call on rank BAD, then right ones."""
     is_bad, (w1, w2) = nodes.rank == BAD, (torch.ones(2, 32, 16), torch.ones(2, 16, 32))

@@ -55,7 +55,7 @@ class Header(NamedTuple):
     layer: int = -1  # the number of the layer among those of the Nodes; -1: the call is of no layer
     plan: int = 0  # the number of the layout among those of the layer; 0: the call has none
     weights: int = 0  # whether weights travel
-    gradients: int = 0  # whether a gradient is needed, so that a backward follows
+    gradients: int = 0  # 1: gradients of rows are needed, 2: of other tensors; so a backward follows
     chunks: int = 0  # in which an EPMoE moves the tokens
     num_bytes: int = 0  # of each rank in an exchange
     failed: int = 0  # FAILED: the rank cannot take part; SECOND: because another rank of its node cannot

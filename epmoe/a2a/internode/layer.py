@@ -132,7 +132,7 @@ class InternodeLayer(EPAll2AllLayer):
     # ---- validations and refusals ----
 
     def _validate(self, op: int, layout: NodesLayout | None = None, *, weights: bool = False,
-                  gradients: bool = False, chunks: int = 0, error: BaseException | None = None) -> None:
+                  gradients: int = 0, chunks: int = 0, error: BaseException | None = None) -> None:
         """Validate a call with all ranks.  Raises `error`, if there is one, after the others know of it.
 
         layout: with which the call is made, so that no rank moves the rows of another plan.
@@ -237,7 +237,8 @@ class InternodeLayer(EPAll2AllLayer):
                chunks: int = 0) -> tuple[Tensor | None, NodesLayout | None]:
         """Check the arguments of a dispatch and validate it.  Return the weights in float32, and the layout.
 
-        more: other tensors whose gradients the backward needs.
+        more: other tensors of the call.  All ranks must want gradients of some of them, or none, and likewise
+        of input and weight: the backward of each makes calls.
         """
         op = PLAN if layout is None else DISPATCH
         try:
@@ -245,8 +246,8 @@ class InternodeLayer(EPAll2AllLayer):
         except Exception as error:
             self._validate(op, error=error)
             raise
-        self._validate(op, layout, weights=weight is not None, gradients=requires_grad(input, weight, *more),
-                       chunks=chunks)
+        self._validate(op, layout, weights=weight is not None,
+                       gradients=requires_grad(input, weight) + 2 * requires_grad(*more), chunks=chunks)
         return weight, layout
 
     def _send(self, input: Tensor, exp_indices: Any, weight: Tensor | None,
@@ -256,7 +257,7 @@ class InternodeLayer(EPAll2AllLayer):
 
         Returns the layout, and the tokens and weights that this rank has for its node.
 
-        more: other tensors whose gradients the backward needs.
+        more: other tensors of the call.
         """
         if layout is None:
             self._check_buffer(_C.OP_PLAN, buffer)
@@ -300,7 +301,7 @@ class InternodeLayer(EPAll2AllLayer):
         try:
             if num_chunks > 1:
                 return pipeline.apply(self, moe, num_chunks, params, x, topk_idx, topk_weights)
-            layout, here, weight_here = self._send(x, topk_idx, topk_weights, None, None, 0, *params)
+            layout, here, weight_here = self._send(x, topk_idx, topk_weights, None, None, 0)
             assert weight_here is not None  # topk_weights is a tensor
             layout.of_experts_in_16_bits = self.dtype != torch.float32
             if self._fixed is not None:

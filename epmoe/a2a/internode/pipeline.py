@@ -286,7 +286,7 @@ def _weights_of(moe: EPMoE, num_uses: int) -> tuple[list[Weights], list[_Total]]
 def apply(layer: InternodeLayer, moe: EPMoE, num_chunks: int, params: tuple[Tensor | None, ...], x: Tensor,
           topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, NodesLayout]:
     """Apply the experts of an EPMoE in chunks.  Returns (y, layout)."""
-    weight, _ = layer._enter(x, topk_idx, topk_weights, params, chunks=num_chunks)
+    weight, _ = layer._enter(x, topk_idx, topk_weights, chunks=num_chunks)
     layout = layer._plan_rail(topk_idx, 0)
     layout.of_experts_in_16_bits = layer.dtype != torch.float32
     gradients = requires_grad(x, topk_weights, *params)
