@@ -93,7 +93,8 @@ def gradients(forward, experts, inputs):
 def test_integrations_transformers_trains_in_16_bits(monkeypatch, family, dtype):
     """A step runs as that of EPMoE if that can compute the experts. Results are right."""
     calls, run_step = [], parts.experts_ops.run
-    monkeypatch.setattr(parts.experts_ops, "run", lambda *args: calls.append(1) or run_step(*args))
+    monkeypatch.setattr(parts.experts_ops, "run",
+                        lambda *args, **options: calls.append(1) or run_step(*args, **options))
     exact = experts_of(make(family))[0].to(dtype).double()
     exact.config._experts_implementation = "eager"
     experts = integration.store_as_epmoe_reads(copy.deepcopy(exact).to(dtype))

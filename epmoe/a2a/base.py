@@ -81,7 +81,7 @@ def spans_nodes(group: Group, local_world_size: int | None = None) -> TypeGuard[
     """
     if isinstance(group, (Nodes, World)):
         return isinstance(group, Nodes) and group.num_nodes > 1
-    nodes = Nodes.known(group)
+    nodes = Nodes._known(group)
     if nodes is not None:  # all layers of a group share them, whatever local_world_size says
         return nodes.num_nodes > 1
     if is_mesh(group):
@@ -108,7 +108,7 @@ def nodes_of(ep_group: Group, local_world_size: int | None, timeout_s: float | N
     try:
         return Nodes.of(ep_group, local_world_size, timeout_s)
     except (TypeError, ValueError):
-        nodes = Nodes.known(ep_group)
+        nodes = Nodes._known(ep_group)
         if nodes is not None:
             with contextlib.suppress(EpError):
                 nodes._propagate()

@@ -365,7 +365,7 @@ class Nodes(Shared):
         return nodes
 
     @classmethod
-    def known(cls, group: Any) -> Nodes | None:
+    def _known(cls, group: Any) -> Nodes | None:
         """Return the Nodes that the layers of a group share already, or None."""
         if isinstance(group, Nodes):
             return group
