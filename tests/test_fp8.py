@@ -12,6 +12,7 @@ import torch
 import epmoe
 from cases import first, generator, pairwise
 from epmoe import reference
+from epmoe.gemm.quantize import dequantize_fp8
 from gemm_cases import (ACTIVATIONS, EPS, MODELS, SIZES, TINY, bits, dequantized, finish64, forward64,
                         kernels, problem, products64, rows_of_experts)
 
@@ -97,6 +98,14 @@ def test_fp8_zeros_nan_infinity_and_the_smallest_numbers(ranks):
     weight = x[:3].to(ranks.device)[None]
     q, scales = (t.cpu() for t in epmoe.quantize_fp8_weight(weight))
     assert q[0].isnan().nonzero().tolist() == [[2, 3]] and (scales == torch.tensor(1 / 448.0)).all()
+
+
+def test_dequantize_fp8_gives_no_infinity_in_float16(ranks):
+    """A power of two as the scale can round the largest numbers of float16 up, beyond them."""
+    x = torch.tensor([[65000.0, -65504, 1, 0]], device=ranks.device)
+    for dtype, largest in ((torch.float16, 65504), (torch.bfloat16, 65536)):
+        got = dequantize_fp8(*epmoe.quantize_fp8(x, pow2=True), dtype)
+        assert got.tolist() == [[largest, -largest, 1, 0]]
 
 
 def test_fp8_bits_are_those_of_the_low_latency_dispatch(ranks):

@@ -164,3 +164,18 @@ def test_fp8_rows_errors(ranks):
     y = experts_fp8(rows, gate_up, gate_up[:, :16], offsets)
     with pytest.raises(NotImplementedError, match="no second derivatives in FP8"):
         torch.autograd.grad(y.sum(), rows, create_graph=True)
+
+
+def test_fp8_rows_of_no_expert_have_no_gradient(ranks):
+    def run(world, device):
+        x, _, _, _, gate_up, down = made(device)
+        offsets = torch.tensor([0, 3, 3, 40, 41, 50], dtype=torch.int32, device=device)
+        junk = [torch.full((T, n), torch.nan, device=device) for n in (1, H, I, 2 * I) for _ in range(9)]
+        del junk  # what the next tensors may find in their memory
+        x.requires_grad_()
+        weight = torch.rand(T, device=device).requires_grad_()
+        y = experts_fp8(x, gate_up, down, offsets, weight)
+        y[:50].float().square().sum().backward()
+        return [bool(t.grad[50:].any()) or not t.grad.isfinite().all() for t in (x, weight)]
+
+    assert ranks(run, world_size=1) == [[False, False]]

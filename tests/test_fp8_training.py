@@ -555,3 +555,38 @@ def test_fp8_training_error_of_one_rank_reaches_all(ranks, monkeypatch, where, e
     for _, wanted, again in results:
         for a, b in zip(wanted, again, strict=True):
             same_bits(a, b, "a result")
+
+
+class DropConnect(torch.nn.Module):
+    """Another mask each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = []
+
+    def forward(self, p):
+        self.masks.append((torch.rand(p.shape) < 0.5).to(p.dtype))
+        return p * self.masks[-1]
+
+
+@pytest.mark.cpu_only
+def test_fp8_training_multiplies_the_weights_that_get_the_gradient():
+    """Also where a parametrization computes others each time it is asked."""
+    moe = make(epmoe.World(), "cpu")
+    (x, idx, weight, _), _ = inputs(epmoe.World(), "cpu")
+    drop = DropConnect()
+    torch.nn.utils.parametrize.register_parametrization(moe, "gate_up_proj", drop)
+    original = moe.parametrizations.gate_up_proj.original
+    drop.masks.clear()
+    y = moe(x.requires_grad_(), idx, weight)
+    y.float().square().sum().backward()
+    of_gradient = [bool((original.grad[mask == 0] == 0).all()) for mask in drop.masks]
+    twin, of_forward = make(epmoe.World(), "cpu"), []
+    for mask in drop.masks:
+        with torch.no_grad():
+            twin.gate_up_proj.copy_(original * mask)
+            twin.down_proj.copy_(moe.down_proj)
+            of_forward.append(torch.equal(twin(x, idx, weight), y))
+    assert of_forward == of_gradient and sum(of_forward) == 1
+    moe.finalize()
+    twin.finalize()

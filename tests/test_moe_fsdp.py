@@ -143,3 +143,72 @@ def test_moe_fsdp_refuses_to_ignore_experts_of_which_there_are_copies():
     for got in process_ranks(_ignored, 4, 2):
         assert "ValueError" in got.kinds and "nobody would average" in got.text, got
     assert all(got.kinds == () for got in process_ranks(_ignored, 2, 2))
+
+
+class Several(torch.nn.Module):
+    """EPMoE modules and nothing else."""
+
+    def __init__(self, *moes):
+        super().__init__()
+        self.moes = torch.nn.ModuleList(moes)
+
+    def forward(self, x, idx, weight):
+        return [moe(x, idx, weight).float() for moe in self.moes]
+
+
+def _loads_after_an_evaluation(rank, world_size):
+    """With gathered parameters: a load, a wrong one, and the next forward."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for has_more in (True, False):
+        if has_more:
+            model, x = sharded(world_size, reshard_after_forward=False), (tokens(rank),)
+            name, unshard = "moe.down_proj", model.moe.unshard
+        else:  # the EPMoE is the first module of its group that is loaded
+            model = fully_shard(Several(epmoe.EPMoE(
+                16, 32, 4, 2, epmoe.thread_worlds(1)[0], max_tokens=64, dtype=torch.float32, device="cpu")))
+            x = (torch.randn(8, 16), torch.zeros(8, 2, dtype=torch.int64), torch.ones(8, 2))
+            name, unshard = "moes.0.down_proj", model.unshard
+        state = {n: t.clone() for n, t in model.state_dict().items()}
+        with torch.no_grad():
+            unshard()
+            want = torch.cat(list(model(*x)))
+            model.load_state_dict({n: torch.zeros_like(t) for n, t in state.items()})
+            zeros = torch.cat(list(model(*x))).flatten() - (x[0].flatten() if has_more else 0)
+            wrong = outcome(lambda m=model, bad=state | {name: torch.zeros(3)}: m.load_state_dict(bad)).kind
+            model.load_state_dict(state)
+            found.append((not zeros.any(), wrong, torch.equal(torch.cat(list(model(*x))), want)))
+        if has_more:
+            close(model)
+    return found
+
+
+def test_moe_fsdp_loads_after_an_evaluation():
+    for found in process_ranks(_loads_after_an_evaluation, 2):
+        assert found == [(True, "RuntimeError", True)] * 2, found
+
+
+def _shares_parameters(rank, world_size):
+    """A module in FP8 and one in 16 bits with its parameters, in any order: both see new weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for _ in range(3):
+        moes = [epmoe.EPMoE(32, 32, 4, 2, epmoe.thread_worlds(1)[0], max_tokens=16, device="cpu",
+                            compute_dtype=dtype) for dtype in (torch.float8_e4m3fn, None)]
+        moes[1].gate_up_proj, moes[1].down_proj = moes[0].gate_up_proj, moes[0].down_proj
+        model = fully_shard(Several(*moes))
+        x, (weight, idx) = torch.randn(8, 32).bfloat16(), torch.rand(8, 4).topk(2)
+        with torch.no_grad():
+            for _ in range(2):
+                y, z = model(x, idx, weight)
+                found.append(0.9 < (y.norm() / z.norm()).item() < 1.1)
+                for p in model.parameters():
+                    p.mul_(2)
+        found += [moe._is_sharded for moe in moes]
+    return found
+
+
+def test_moe_fsdp_of_modules_with_the_same_parameters():
+    assert all(process_ranks(_shares_parameters, 1)[0])

@@ -398,3 +398,74 @@ def test_moe_gradients_beside_data_parallelism():
         assert torch.equal(first[1][name], first[0][name]) and torch.equal(first[1][name], second[1][name])
     assert "leave fuse_wgrad_accumulation out" in refused
     assert "leave delay_wgrad_compute and fuse_wgrad_accumulation out" in sharding
+
+
+# ---- errors ----
+
+
+def failed_backward(world, device, options):
+    """The backward of rank 1 fails after another rank has deferred a gradient. The next steps are right."""
+    moe = epmoe.EPMoE(32, 32, 4, 2, world, max_tokens=16, device=device, **options)
+    plain = epmoe.EPMoE(32, 32, 4, 2, layer=moe.layer, compute_dtype=options.get("compute_dtype"))
+    plain.load_state_dict(moe.state_dict())
+    for p in moe.parameters():
+        p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    g = torch.Generator().manual_seed(world.rank)
+    x = torch.randn(8, 32, generator=g).bfloat16().to(device).requires_grad_()
+    weight, idx = (t.to(device) for t in torch.rand(8, 4, generator=g).topk(2))
+    inputs = {"inputs": [x]} if world.rank == 1 else {}
+    kind = outcome(lambda: moe(x, idx, weight).float().sum().backward(**inputs)).kind
+    same = []
+    for scale in (1, 2):
+        for m in (moe, plain):
+            m.zero_grad()
+            m((scale * x).detach(), idx, weight).float().sum().backward()
+        moe.backward_dw()
+        for p, q in zip(moe.parameters(), plain.parameters(), strict=True):
+            got = p.main_grad if "fuse_wgrad_accumulation" in options else p.grad
+            same.append((got - q.grad).abs().max() <= 0.01 * q.grad.abs().max())
+            p.main_grad.zero_()
+    moe.finalize()
+    return kind, all(same), len(moe._weight_gradients.pending)
+
+
+@pytest.mark.parametrize("options", (DELAY, DELAY | FUSE), ids=str)
+@pytest.mark.parametrize("compute_dtype", (None, torch.float8_e4m3fn), ids=str)
+def test_moe_gradients_of_a_backward_that_failed_are_not_kept(ranks, options, compute_dtype):
+    if compute_dtype is not None:
+        options = options | {"compute_dtype": compute_dtype}
+    results = ranks(failed_backward, options, world_size=2, at_least=2)
+    for rank, (kind, same, num_waiting) in enumerate(results):
+        assert kind == ("RuntimeError" if rank == 1 else "PeerError") and same and num_waiting == 0
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("options", (DELAY, DELAY | FUSE), ids=str)
+def test_moe_backward_dw_that_failed_can_be_repeated(options):
+    moe = epmoe.EPMoE(32, 32, 4, 2, max_tokens=16, device="cpu", **options)
+    for p in moe.parameters():
+        p.main_grad, p.grad_added_to_main_grad = torch.zeros_like(p, dtype=torch.float32), False
+    x, (weight, idx) = torch.randn(8, 32).bfloat16(), torch.rand(8, 4).topk(2)
+    wanted, left = [], [1]
+
+    def raises_once(grad):
+        if left:
+            raise MemoryError(left.pop())
+
+    for fails in (False, True):
+        if fails:
+            moe.down_proj.register_hook(raises_once)
+        moe(x, idx, weight).float().sum().backward()
+        if fails:
+            with pytest.raises(MemoryError):
+                moe.backward_dw()
+            with pytest.raises(RuntimeError, match="wait for backward_dw"):
+                torch.optim.SGD(moe.parameters(), 0.1).step()
+        moe.backward_dw()
+        wanted.append([(p.main_grad if "fuse_wgrad_accumulation" in options else p.grad).clone()
+                       for p in moe.parameters()])
+        for p in moe.parameters():
+            p.main_grad.zero_()
+        moe.zero_grad()
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(*wanted, strict=True)) and not left
+    moe.finalize()

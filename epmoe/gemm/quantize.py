@@ -159,7 +159,7 @@ def dequantize_fp8(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: bfloat16, float16 or float32, in which the numbers of rows are exact.
 
     Returns:
-        [M, K] of dtype: each number times its scale, in float32, rounded once.
+        [M, K] of dtype: each number times its scale, in float32, rounded once; in float16 no infinity.
 
     Examples:
         >>> import epmoe
@@ -171,6 +171,9 @@ def dequantize_fp8(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     out, num = rows.to(dtype), rows.shape[1] // BLOCK
     out[:, :num * BLOCK].unflatten(1, (num, BLOCK)).mul_(scales[:, :num, None])
     out[:, num * BLOCK:].mul_(scales[:, num:])
+    if dtype == torch.float16:  # FP8 may have rounded its largest numbers up, beyond those of float16
+        largest = torch.finfo(dtype).max
+        out.clamp_(-largest, largest)
     return out
 
 

@@ -11,9 +11,10 @@ fuse_wgrad_accumulation, main_grad, grad_added_to_main_grad.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,6 +34,25 @@ _is_installed = False
 def deferred_wgrad_of(weight: Tensor) -> DeferredWgrad | None:
     """Return the DeferredWgrad that weights carry, or None."""
     return getattr(weight, "_epmoe_deferred_wgrad", None)
+
+
+def of_one_backward(*deferred: DeferredWgrad | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context for a backward with these deferred wgrads: after an error nothing of it waits."""
+    owners = {id(d.owner): d.owner for d in deferred if d is not None and d.owner.delays}
+    return _undone_on_error(list(owners.values())) if owners else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _undone_on_error(owners: list[WeightGradients]) -> Iterator[None]:
+    before = [[(of, waiting, len(waiting)) for of, waiting in owner.pending] for owner in owners]
+    try:
+        yield
+    except BaseException:
+        for owner, entries in zip(owners, before):
+            for _, waiting, num in entries:
+                del waiting[num:]
+            owner.pending = collections.deque((of, waiting) for of, waiting, _ in entries)
+        raise
 
 
 def gradient_of(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offsets: Tensor,
@@ -62,6 +82,7 @@ class Factors:
     def __init__(self, *tensors: Tensor, portable: bool = False) -> None:
         self.tensors, self.portable = tensors, portable
         self.versions = self._versions()
+        self.is_added = False  # to main_grad
         self.stream: torch.cuda.Stream | None = None
         self.ready: torch.cuda.Event | None = None
 
@@ -103,8 +124,9 @@ class Factors:
                                "place after the backward pass: leave it as it is until backward_dw()")
         p, scale = self.deferred_wgrad.parameter, self.deferred_wgrad.scale
         if self.deferred_wgrad.owner.fuses:
-            out = main_grad_of(p).view(self.deferred_wgrad.shape)
-            self.add_to(out, scale)
+            if not self.is_added:  # but by a backward_dw whose hooks have failed
+                self.add_to(main_grad_of(p).view(self.deferred_wgrad.shape), scale)
+                self.is_added = True
             return _stand_in(p, self.deferred_wgrad.shape)
         grad = self.product()
         return grad if scale == 1 else grad * scale
@@ -247,15 +269,17 @@ class WeightGradients:
         self.pending.append((step, [factors]))
 
     def compute(self) -> None:
-        """Compute the gradients of the oldest backward pass that waits."""
+        """Compute the gradients of the oldest backward pass that waits.  After an error they wait further."""
         if not self.pending:
             raise RuntimeError("backward_dw: no backward pass of this module waits for it: call it once "
                                "after each backward pass, not more often")
-        _, waiting = self.pending.popleft()
-        for factors in waiting:
+        _, waiting = self.pending[0]
+        while waiting:
             with torch.enable_grad():
-                token = _Later.apply(factors.deferred_wgrad.parameter, factors)
+                token = _Later.apply(waiting[0].deferred_wgrad.parameter, waiting[0])
             token.backward(token.detach())
+            del waiting[0]
+        self.pending.popleft()
 
 
 def _watch(gradients: WeightGradients) -> None:

@@ -35,6 +35,7 @@ class Staged:
     """
 
     def __init__(self, moe: EPMoE) -> None:
+        _to_shards(moe)
         # Private: setattr would also call the hooks of registration, which must not see copies.
         self._stores: tuple[dict[str, Any], ...] = moe._parameters, moe._buffers
 
@@ -67,6 +68,16 @@ class Staged:
     def __exit__(self, *_: object) -> None:
         for store, own in zip(self._stores, self._own):
             store.update(own)
+
+
+def _to_shards(moe: EPMoE) -> None:
+    """Let FSDP2 put its shards in the place of parameters that it has gathered, as it does in each load.
+
+    Its hook would do it when the copies are there, and take them for what it has gathered.
+    """
+    for hook in list(moe._load_state_dict_pre_hooks.values()):  # private
+        if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp._fully_shard"):
+            hook()
 
 
 def _parts(moe: EPMoE) -> dict[str, tuple[str, int, int]]:

@@ -38,7 +38,7 @@ from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, ro
 from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import KERNELS, Activation, Kernel, as_kernel, out_columns
 from ..gemm.grouped import WGRAD
-from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of
+from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of, of_one_backward
 from ..torch_modes import check_backward, check_mode, implement, is_batch, is_plain, is_transformed
 from ..torch_modes import is_watched, record_gradient, requires_grad
 
@@ -341,7 +341,8 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
-        return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
+        with of_one_backward(*ctx.deferred_wgrads):
+            return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
 
 
 def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool]) -> _Gradients:
@@ -525,7 +526,8 @@ def _backward_of_operator(ctx: Any, dy: Tensor | None, *_: Any) -> _Gradients:
     needed, layer = ctx.needs_input_grad, layer_of(ctx.layer_id)
     if dy is None:  # what came after the experts has returned no gradient; the other ranks may have one
         dy = torch.zeros(ctx.num_tokens, layer.hidden, dtype=layer.dtype, device=layer.device)
-    x, weight, *of_parameters = _backward(ctx, layer, dy, [*needed[:2], *needed[3:7]])
+    with of_one_backward(*ctx.deferred_wgrads):
+        x, weight, *of_parameters = _backward(ctx, layer, dy, [*needed[:2], *needed[3:7]])
     return x, weight, None, *of_parameters, *[None] * 5
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .. import _C, flops
 from ..gemm.activations import Activation, Kernel, as_kernel
-from ..gemm.grouped import grouped_gemm
+from ..gemm.grouped import FORWARD, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
-from ..gemm.weight_gradients import DeferredWgrad, Factors, deferred_wgrad_of, gradient_of_factors
+from ..gemm.weight_gradients import (DeferredWgrad, Factors, deferred_wgrad_of, gradient_of_factors,
+                                     of_one_backward)
 from ..gemm.wgrad_fp8 import quantize_fp8_weight_pair
 from ..torch_modes import check_backward, check_mode, implement, record_gradient
 from .fp8_training import E4M3, Fp8Factors, Pair, activation_gradient
@@ -138,10 +139,13 @@ def _gradients(dy: Tensor, offsets: Tensor, row_weight: Tensor | None, rows: Ten
     if of_down:
         d_down = wgrad(deferred_down, (g, g_scale), found.weighted8(), None, found.weighted)
     d_h8 = found.d_h8
-    dx = grouped_gemm(d_h8[0], up_t, offsets=offsets, a_scale=d_h8[1], b_scale=up_t_scale, out_dtype=dtype)
+    # Rows of no expert have no gradient.
+    dx = torch.ops.epmoe.grouped_gemm(d_h8[0], up_t, offsets, None, None, d_h8[1], up_t_scale, FORWARD,
+                                      as_kernel(None), False, dtype, zeros=True)
+    dots = torch.where(torch.arange(len(h), device=h.device) < num_rows, found.dots, 0.0)
     if of_gate_up:
         d_gate_up = wgrad(deferred_up, d_h8, (rows, row_scale), found.d_h, None)
-    return dx, found.dots, d_gate_up, d_down
+    return dx, dots, d_gate_up, d_down
 
 
 def _run_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -206,7 +210,8 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     of_rows, of_gate_up, of_down, _, of_row_weight = ctx.needs_input_grad[:5]
     args = dy.contiguous(), *saved, *ctx.options, of_gate_up, of_down
     if any(d is not None for d in ctx.deferred):
-        dx, dots, d_gate_up, d_down = _gradients(*args, *ctx.deferred)
+        with of_one_backward(*ctx.deferred):
+            dx, dots, d_gate_up, d_down = _gradients(*args, *ctx.deferred)
     else:
         dx, dots, d_gate_up, d_down = torch.ops.epmoe.experts_fp8_backward(*args)
     return (dx if of_rows else None, d_gate_up if of_gate_up else None, d_down if of_down else None, None,

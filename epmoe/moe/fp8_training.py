@@ -40,7 +40,8 @@ from ..comm.error_propagation import reporting
 from ..gemm.activations import Kernel, as_kernel
 from ..gemm.grouped import FP8_BLOCK, grouped_gemm
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
-from ..gemm.weight_gradients import Factors, deferred_wgrad_of, gradient_of, gradient_of_factors
+from ..gemm.weight_gradients import (Factors, deferred_wgrad_of, gradient_of, gradient_of_factors,
+                                     of_one_backward)
 from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transpose_fp8
 from ..torch_modes import call, check_backward, check_mode, implement, requires_grad
 from .experts import Weights, as_float32, expert_of_row
@@ -248,7 +249,10 @@ def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_wei
                                 functools.partial(moe._format.expanded, moe), kernel, False)[0], layout
             up, down = moe._quantized["gate_up_proj"], moe._quantized["down_proj"]
             is_sharded = may_be_sharded(moe)
-            pairs = up.of(moe.gate_up_proj, is_sharded), down.of(moe.down_proj, is_sharded)
+            if moe._computed:  # by a parametrization, which may give other numbers each time it is asked
+                pairs = up.of(parameters[0].detach(), True), down.of(parameters[2].detach(), True)
+            else:
+                pairs = up.of(moe.gate_up_proj, is_sharded), down.of(moe.down_proj, is_sharded)
         if requires_grad(x, weight, *parameters):
             return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel,
                                      moe.wgrad_dtype != E4M3), layout
@@ -348,7 +352,8 @@ class _Fp8Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *_backward(ctx, ctx.layer, dy), *[None] * 6
+        with of_one_backward(*ctx.deferred_wgrads):
+            return *_backward(ctx, ctx.layer, dy), *[None] * 6
 
 
 def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -122,12 +122,11 @@ def _leaves(moe: EPMoE) -> list[Tensor]:
 
 
 def check_sharded(moe: EPMoE, name: str, value: DTensor) -> None:
-    """Note that FSDP shards a module, or raise ValueError if it does so over ranks with different experts.
+    """Raise ValueError if FSDP shards a module over ranks with different experts.
 
     value: What FSDP has set in the place of the parameter.
     """
     world = moe.layer.world
-    moe._is_sharded = True
     if moe._has_other_gradients:
         raise ValueError(f"{name} would be sharded by FSDP, which reduces gradients in the backward: leave "
                          f"delay_wgrad_compute and fuse_wgrad_accumulation out")
@@ -211,9 +210,10 @@ def _without_experts(init: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(init)
     def wrapper(self: Any, param: nn.Parameter, module_info: Any, *args: Any, **kwargs: Any) -> None:
-        moe = shards.owner_of(param)
+        owners = shards.owners_of(param)
         init(self, param, module_info, *args, **kwargs)
-        if moe is not None:
+        for moe in owners:
+            moe._is_sharded = True
             if shards.is_registered(moe):
                 check_sharded(moe, module_info.param_name, self.sharded_param)
             shards.note_fsdp(moe, self)

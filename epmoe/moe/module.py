@@ -979,8 +979,8 @@ class EPMoE(nn.Module):
 
         It does so by itself after a step of an optimizer of torch, after load_state_dict, and where an
         operation of torch has changed a weight in place.  A change that torch does not count needs this call:
-        one through `.data` or NumPy, and by a collective such as torch.distributed.broadcast.  Not
-        collective.
+        one through `.data`, NumPy or a flat buffer, and by a collective such as
+        torch.distributed.broadcast.  Not collective.
 
         Examples:
             >>> import epmoe

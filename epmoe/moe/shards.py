@@ -87,7 +87,7 @@ def owners(of: Callable[[Tensor], Tensor | None] = lambda p: p) -> dict[int, EPM
 
 
 def know(moe: EPMoE) -> None:
-    """Let owner_of and sharing find a module."""
+    """Let owners_of and sharing find a module."""
     with _lock:
         _all.add(moe)
 
@@ -101,11 +101,11 @@ def sharing(moe: EPMoE) -> list[EPMoE]:
     return [moe, *(m for m in modules if any(id(p) in own for p in list(m._parameters.values())))]
 
 
-def owner_of(p: Tensor) -> EPMoE | None:
-    """Return the module to whose experts a parameter belongs, whether it is registered or not."""
+def owners_of(p: Tensor) -> list[EPMoE]:
+    """Return the modules to whose experts a parameter belongs, whether they are registered or not."""
     with _lock:
         modules = list(_all)
-    return next((moe for moe in modules if any(t is p for t in tensors(moe))), None)
+    return [moe for moe in modules if any(t is p for t in tensors(moe))]
 
 
 def note_fsdp(moe: EPMoE, fsdp_param: Any) -> None:
