@@ -11,11 +11,11 @@ fuse_wgrad_accumulation, main_grad, grad_added_to_main_grad.
 from __future__ import annotations
 
 import collections
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -36,23 +36,31 @@ def deferred_wgrad_of(weight: Tensor) -> DeferredWgrad | None:
     return getattr(weight, "_epmoe_deferred_wgrad", None)
 
 
-def of_one_backward(*deferred: DeferredWgrad | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context for a backward with these deferred wgrads: after an error nothing of it waits."""
-    owners = {id(d.owner): d.owner for d in deferred if d is not None and d.owner.delays}
-    return _undone_on_error(list(owners.values())) if owners else contextlib.nullcontext()
+class of_one_backward:
+    """A block for a backward with these deferred wgrads: after an error in it, nothing of it waits.
 
+    It calls nothing that could fail before the block, where the other ranks would not learn of an error.
+    """
 
-@contextlib.contextmanager
-def _undone_on_error(owners: list[WeightGradients]) -> Iterator[None]:
-    before = [[(of, waiting, len(waiting)) for of, waiting in owner.pending] for owner in owners]
-    try:
-        yield
-    except BaseException:
-        for owner, entries in zip(owners, before):
+    __slots__ = ("before",)
+
+    def __init__(self, *deferred: DeferredWgrad | None) -> None:
+        # what stands in for a DeferredWgrad (pipeline.py) has no owner
+        owners = {id(d.owner): d.owner for d in deferred if isinstance(d, DeferredWgrad) and d.owner.delays}
+        self.before = [(owner, [(of, waiting, len(waiting)) for of, waiting in owner.pending])
+                       for owner in owners.values()]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if kind is None:
+            return
+        for owner, entries in self.before:
             for _, waiting, num in entries:
                 del waiting[num:]
             owner.pending = collections.deque((of, waiting) for of, waiting, _ in entries)
-        raise
 
 
 def gradient_of(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offsets: Tensor,

@@ -341,7 +341,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
-        with of_one_backward(*ctx.deferred_wgrads):
+        up, down = ctx.deferred_wgrads
+        if up is None and down is None:  # the common case, without more calls in Python
+            return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
+        with of_one_backward(up, down):
             return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
 
 
