@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import epmoe
 from call_cases import (
@@ -27,6 +28,16 @@ def call_moe(s, change=None, **changes):
     if change:
         module.gate_up_proj = torch.nn.Parameter(change(module.gate_up_proj))
     return module(**({"x": s.x, "topk_idx": s.idx, "topk_weights": s.weight} | changes))
+
+
+def watched(s, call, **changes):
+    """Make a call while a mode of torch sees its operators, and without gradients."""
+    with FlopCounterMode(display=False), torch.no_grad():
+        return call(s, **changes)
+
+
+def plan_with(s, exp_indices=None, scatter=None):
+    return plan(s, s.idx if exp_indices is None else exp_indices, scatter)
 
 
 def with_huge_output(s, call, name, value):
@@ -56,6 +67,19 @@ MISTAKES = {
     "scatter-negative-view": Mistake(
         lambda s: plan(s, s.idx, negative(s.layout.token_dst_scatter_idx)), plan, "ValueError",
         ("resolve_neg",)),
+    # What torch refuses before an operator of epmoe runs.
+    "watched-indices-list": Mistake(
+        lambda s: watched(s, dispatch, exp_indices=s.idx.tolist()), lambda s: watched(s, dispatch),
+        "TypeError", ("exp_indices", "list")),
+    "watched-indices-meta": Mistake(
+        lambda s: watched(s, dispatch, exp_indices=s.idx.to("meta")), lambda s: watched(s, dispatch),
+        "ValueError", ("exp_indices", "meta")),
+    "watched-scatter-list": Mistake(
+        lambda s: watched(s, plan_with, scatter=[[0]]), lambda s: watched(s, plan_with), "TypeError",
+        ("full_scatter_indices", "list")),
+    "watched-scatter-meta": Mistake(
+        lambda s: watched(s, plan_with, scatter=s.layout.token_dst_scatter_idx.to("meta")),
+        lambda s: watched(s, plan_with), "ValueError", ("full_scatter_indices", "meta")),
     "cached-input-negative-view": Mistake(
         lambda s: cached_dispatch(s, input=negative(s.x)), cached_dispatch, "ValueError", ("resolve_neg",)),
     "rows-negative-view": Mistake(

@@ -394,6 +394,89 @@ def test_errors_low_latency_lost_call(ranks, is_lost_on_all):
         check_call(SHAPE, GOOD, [r[i] for r in results])
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_errors_low_latency_wrong_buffer_while_a_call_is_under_way(ranks, is_lost, is_alone):
+    """The wrong number leaves the call on the first buffer as it was: its recv() and later calls work."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        x, idx, weights = (t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size))
+        result, got = None, []
+        with torch.no_grad():
+            pending = a2a.dispatch_send(x, idx, weights)
+            if is_lost:
+                del pending
+            if not is_alone or on_last(world):
+                for buffer in (2, -1, None, 1.0):
+                    got.append(outcome(lambda b=buffer: a2a.dispatch(x, idx, weights, buffer=b)))
+                    if is_alone and is_lost:
+                        break
+            elif is_lost:
+                got.append(outcome(lambda: a2a.dispatch(x, idx, weights)))
+            if not is_lost:
+                rows, _, counts, handle = pending.recv()
+                result = counts.sum().item()
+        result = result, run_call(a2a, SHAPE, GOOD), run_call(a2a, SHAPE, GOOD)
+        a2a.synchronize()
+        a2a.finalize()
+        return got, result
+
+    results = ranks(run, at_least=2)
+    for rank, (got, (total, *calls)) in enumerate(results):
+        kinds = [o.kind for o in got]
+        if is_lost and is_alone:
+            assert kinds == ["ValueError" if rank == len(results) - 1 else "PeerError"]
+        elif not is_alone or rank == len(results) - 1:
+            assert kinds == ["ValueError"] * 2 + ["TypeError"] * 2
+        assert is_lost or total > 0
+    for i in (1, 2):
+        check_call(SHAPE, GOOD, [r[1][i] for r in results])
+
+
+def test_errors_low_latency_lost_call_writes_into_nothing(ranks):
+    """out= of a call that is lost belongs to its user again, also when the next call receives for it."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        x, idx, weights = (t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size))
+        found = []
+        with torch.no_grad():
+            kept = a2a.dispatch(x, idx, weights)
+            sums = a2a.combine(kept[0], kept[3])
+            mine = [*(t for t in kept[:3] if t is not None), sums]
+            for send in (lambda: a2a.combine_send(kept[0], kept[3], out=sums),
+                         lambda: a2a.dispatch_send(x, idx, weights, out=kept)):
+                send()  # nobody keeps what it returns
+                for t in mine:
+                    t.fill_(7)
+                versions = [t._version for t in mine]
+                found.append(run_call(a2a, SHAPE, GOOD))
+                assert all((t == 7).all() for t in mine) and versions == [t._version for t in mine]
+        a2a.finalize()
+        return found
+
+    results = ranks(run)
+    for i in range(2):
+        check_call(SHAPE, GOOD, [r[i] for r in results])
+
+
+def test_errors_low_latency_failed_dispatch_leaves_the_handle(ranks):
+    def run(world, device):
+        a2a = make(world, device, Shape(num_buffers=2))
+        x, idx, weights = (t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size))
+        with torch.no_grad():
+            kept = a2a.dispatch(x, idx, weights)
+            want = a2a.combine(kept[0], kept[3])
+            got = outcome(lambda: a2a.dispatch(x[:1], idx[:1].float(), weights[:1], out=kept, buffer=1))
+            same = torch.equal(a2a.combine(kept[0], kept[3]), want)
+        a2a.finalize()
+        return got, same, kept[3].num_tokens == len(x), kept[3].buffer
+
+    for got, *others in ranks(run):
+        assert got.kind == "TypeError" and others == [True, True, 0]
+
+
 @pytest.mark.cpu_only
 def test_errors_low_latency_without_memory(ranks):
     """torch's error of the CPU's memory is no MemoryError, but the other ranks learn what it was."""

@@ -44,6 +44,22 @@ def leave_scope_by_error(s):
         s.heap.free(t)
 
 
+def free_again(s, twice=False, by_layer=False):
+    """Free a tensor, and then what has taken its place, or the tensor once more."""
+    t = s.heap.malloc_symmetric((4,))
+    s.heap.free(t)
+    if by_layer:
+        layer_in_heap(s)
+    other = s.heap.malloc_symmetric((4,))
+    assert (s.heap.offset(other) == s.heap.offset(t)) != by_layer
+    before = s.heap.stats()["num_allocations"]
+    try:
+        s.heap.free(t if twice else other)
+    except epmoe.EpError:
+        assert s.heap.stats()["num_allocations"] == before
+        raise
+
+
 MISTAKES = {
     # Exchanges of a world.
     "exchange-of-another-size": Mistake(
@@ -112,6 +128,11 @@ MISTAKES = {
         leave_scope_by_error, use_scope, "KeyError", ("mine",), others="nothing"),
     "free-twice": Mistake(
         lambda s: s.heap.free(s.t) or s.heap.free(s.t), lambda s: s.heap.free(s.t) or s.heap.free(s.words),
+        "ValueError", ("no allocation begins",)),
+    "free-after-another-took-its-place": Mistake(
+        lambda s: free_again(s, twice=True), free_again, "ValueError", ("freed before",)),
+    "free-where-a-layer-is": Mistake(
+        lambda s: free_again(s, twice=True, by_layer=True), lambda s: free_again(s, by_layer=True),
         "ValueError", ("no allocation begins",)),
     "free-the-middle": Mistake(
         lambda s: s.heap.free(s.t[1]), lambda s: s.heap.free(s.t), "ValueError", ("no allocation begins",)),

@@ -342,3 +342,15 @@ def test_heap_deleted_by_one_thread_stays_mapped(tmp_path):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S)
     is_right = done.returncode == 0 and done.stdout.strip() == "alive"
     assert is_right, f"exit status {done.returncode}\n{done.stderr[-500:]}"
+
+
+def test_heap_scope_forgets_what_it_frees(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        with heap.scope():
+            t = heap.malloc_symmetric((4,))
+        other = heap.malloc_symmetric((4,))
+        return outcome(lambda: heap.free(t)), outcome(lambda: heap.free(other))
+
+    for again, once in ranks(run):
+        assert (again.kind, once.kind) == ("ValueError", "nothing")

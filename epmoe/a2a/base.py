@@ -274,9 +274,12 @@ class CollectiveLayer(Shared):
 
     def _check_buffer(self, op: int, buffer: Any) -> None:
         if not self._is_buffer(buffer):
-            kind = ValueError if isinstance(buffer, int) else TypeError
-            n = self._num_buffers
-            self._propagate(op, kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}"), buffer)
+            self._propagate(op, self._buffer_error(buffer), buffer)
+
+    def _buffer_error(self, buffer: Any) -> Exception:
+        kind = ValueError if isinstance(buffer, int) else TypeError
+        n = self._num_buffers
+        return kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}")
 
     def _propagate(self, op: int, error: BaseException, buffer: Any) -> NoReturn:
         """Report to the other ranks that this one cannot take part in op, then raise the error.

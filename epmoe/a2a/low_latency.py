@@ -156,11 +156,16 @@ class PendingCall(Generic[_T]):
 class _UnderWay:
     """A call whose rows have been sent.  Its owner keeps it: the caller may lose the PendingCall."""
 
-    __slots__ = ("pending", "call", "arguments")
+    __slots__ = ("pending", "call", "arguments", "written")
 
     def __init__(self, pending: PendingCall[Any]) -> None:
         self.pending = weakref.ref(pending)
-        self.call, self.arguments = pending._call, pending._arguments
+        self.call, self.arguments, self.written = pending._call, pending._arguments, pending._written
+
+    def drop(self, owner: LowLatencyAll2All, buffer: int) -> None:
+        """Receive for a PendingCall that is lost, into copies of what the user has."""
+        arguments = [a.clone() if any(a is w for w in self.written) else a for a in self.arguments]
+        self.call(owner._c, buffer, (*arguments, RECEIVE))
 
 
 # Allocates the rows, the memory of the rows, the memory of the scales, and the scales as rows are indexed.
@@ -350,6 +355,7 @@ class LowLatencyAll2All(CollectiveLayer):
         """
         arguments, result = self._prepare_dispatch(x, topk_idx, topk_weights, fp8, layout, buffer, out)
         _C.layer_ll_dispatch(self._c, buffer, (*arguments, BOTH))
+        result[3].num_tokens, result[3].buffer = x.shape[0], buffer
         return result
 
     def _dispatch_tagged(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor,
@@ -363,6 +369,7 @@ class LowLatencyAll2All(CollectiveLayer):
         row_tag = rows.new_empty(len(rows), dtype=torch.int32)
         *others, _, _, is_masked, fp8 = arguments
         _C.layer_ll_dispatch(self._c, 0, (*others, tag, row_tag, is_masked, fp8, BOTH))
+        handle.num_tokens, handle.buffer = x.shape[0], 0
         return rows, row_tag, counts, handle
 
     def dispatch_send(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None = None, *,
@@ -399,6 +406,7 @@ class LowLatencyAll2All(CollectiveLayer):
         """
         arguments, result = self._prepare_dispatch(x, topk_idx, topk_weights, fp8, layout, buffer, out)
         _C.layer_ll_dispatch(self._c, buffer, (*arguments, SEND))
+        result[3].num_tokens, result[3].buffer = x.shape[0], buffer
         written = () if out is None else result[3]._written
         return self._set_pending(buffer, _C.layer_ll_dispatch, arguments, result, written)
 
@@ -520,17 +528,20 @@ class LowLatencyAll2All(CollectiveLayer):
     # ---- checks, and the arguments of the module ----
 
     def _check_idle(self, op: int, buffer: Any) -> None:
-        if type(buffer) is not int or not 0 <= buffer < self._num_buffers:
-            self._check_buffer(op, buffer)
-        under_way = self._pending[buffer]
+        is_valid = self._is_buffer(buffer)
+        at = buffer if is_valid else 0  # a report of a wrong number goes through the first
+        under_way = self._pending[at]
         if under_way is not None and under_way.pending() is None:
             # Nobody can receive it any more.  The peers have received, or do it here, too: so receive now.
-            self._pending[buffer] = None
+            self._pending[at] = None
             with contextlib.suppress(Exception):  # an error of that call; one that ends the world comes again
-                under_way.call(self._c, buffer, (*under_way.arguments, RECEIVE))
-        elif under_way is not None:
+                under_way.drop(self, at)
+        elif under_way is not None:  # a report would take the place of its recv()
             raise RuntimeError(f"a call is under way on buffer {buffer}: call recv() on what its send "
-                               f"returned, or use another buffer")
+                               f"returned, or use another buffer") if is_valid else (
+                                   self._buffer_error(buffer))
+        if not is_valid:
+            self._check_buffer(op, buffer)
 
     @staticmethod
     def _check_gradients(*tensors: Any) -> None:
@@ -541,7 +552,10 @@ class LowLatencyAll2All(CollectiveLayer):
     def _prepare_dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, fp8: Fp8,
                           layout: SlabLayout, buffer: int,
                           out: Dispatched | None) -> tuple[tuple[Any, ...], Dispatched]:
-        """Return the arguments of the module without the last, and the result."""
+        """Return the arguments of the module without the last, and the result.
+
+        The caller sets num_tokens and buffer of its handle after the call: one that fails changes neither.
+        """
         self._check_idle(_C.OP_LL_DISPATCH, buffer)
         try:
             if torch.is_grad_enabled():
@@ -554,9 +568,6 @@ class LowLatencyAll2All(CollectiveLayer):
             else:
                 handle = self._check_result(out, fp8, layout)
                 mark_written(handle._written)
-            shape = x.shape if isinstance(x, Tensor) else ()
-            handle.num_tokens = shape[0] if shape else 0
-            handle.buffer = buffer
             if isinstance(topk_weights, Tensor) and topk_weights.dtype is not torch.float32:
                 topk_weights = cast(topk_weights, torch.float32)
         except Exception as error:

@@ -130,7 +130,8 @@ class SymmetricHeap(Shared):
             raise
         kind = _C.CUDA if self.device.type == "cuda" else _C.CPU
         self._c = _C.heap_create(self.world._c, kind, self.device.index or 0, num_bytes, 0)
-        self._num_bytes: dict[int, int] = {}  # of each allocation of malloc_symmetric, by its offset
+        # Of each allocation of malloc_symmetric, by its offset: its bytes, and the identity of its storage.
+        self._allocations: dict[int, tuple[int, int]] = {}
         self._scopes: list[list[int]] = []  # the offsets that each open scope() frees
 
     @staticmethod
@@ -188,10 +189,11 @@ class SymmetricHeap(Shared):
         off = _C.heap_alloc(self._c, num_bytes, alignment, 0)
         if num_bytes == 0:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        self._num_bytes[off] = num_bytes
         if self._scopes:
             self._scopes[-1].append(off)
-        return self._view(off, self.world.rank, shape, dtype)
+        tensor = self._view(off, self.world.rank, shape, dtype)
+        self._allocations[off] = num_bytes, tensor.untyped_storage()._cdata
+        return tensor
 
     def _propagate_alloc(self, error: Exception) -> None:
         """Tell the other ranks, which are making an allocation, that this rank cannot."""
@@ -225,15 +227,14 @@ class SymmetricHeap(Shared):
                 raise TypeError(f"free: wanted a tensor of this heap, got {type(tensor).__name__}")
             off = self.offset(tensor) if tensor.numel() else 0  # no memory, but all ranks agree on it
             num_bytes = tensor.numel() * tensor.element_size()
-            if self._num_bytes.get(off, num_bytes) != num_bytes:
-                raise ValueError(f"free: the tensor is a part of an allocation, {num_bytes} of "
-                                 f"{self._num_bytes[off]} bytes: pass the one that malloc_symmetric returned")
+            if tensor.numel():
+                self._check_allocation(tensor, off, num_bytes)
         except Exception:
             with contextlib.suppress(Exception):  # tells the other ranks; this rank raises its own reason
                 _C.heap_free(self._c, _NO_OFFSET)
             raise
         _C.heap_free(self._c, off)
-        self._num_bytes.pop(off, None)
+        self._allocations.pop(off, None)
         for scope in self._scopes:
             if off in scope:
                 scope.remove(off)
@@ -267,6 +268,21 @@ class SymmetricHeap(Shared):
             raise
         for off in reversed(self._scopes.pop()):
             _C.heap_free(self._c, off)
+            self._allocations.pop(off, None)
+
+    def _check_allocation(self, tensor: Tensor, off: int, num_bytes: int) -> None:
+        """Raise ValueError for what is not a tensor of malloc_symmetric, or was freed."""
+        wanted, storage = self._allocations.get(off, (0, 0))
+        if not wanted:
+            raise ValueError(f"free: no allocation begins at offset {off}: pass the tensor that "
+                             f"malloc_symmetric returned, once")
+        if wanted != num_bytes:
+            raise ValueError(f"free: the tensor is a part of an allocation, {num_bytes} of {wanted} bytes: "
+                             f"pass the one that malloc_symmetric returned")
+        # A tensor that is still held keeps its storage, so a newer one at its offset has another.
+        if storage != tensor.untyped_storage()._cdata:
+            raise ValueError("free: the tensor was freed before, or is not the one that malloc_symmetric "
+                             "returned: another one is at its offset now")
 
     def _view(self, off: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.from_dlpack(_Capsule(_C.heap_tensor(self._c, off, rank, shape, *DL_TYPES[dtype]),
