@@ -33,8 +33,9 @@ _COLUMNS, _BAR = 80, 30  # of the table; characters of the fullest rank's bar
 class ExpertStats:
     """The rows that the experts of all ranks got, and how long the ranks waited for each other.
 
-    A row is one choice of one token.  str() is a table of at most 80 columns, which names the fullest rank,
-    the rank for which the others waited longest, and the busiest experts.
+    A row is one choice of one token; in decoding (LowLatencyAll2All) a token that chooses an expert twice has
+    one row there.  str() is a table of at most 80 columns, which names the fullest rank, the rank for which
+    the others waited longest, and the busiest experts.
 
     Letters: W ranks, E experts, P physical experts.
 
