@@ -322,15 +322,7 @@ class CollectiveLayer(Shared):
 
         The module would refuse it too, but in a later operation: then this rank would stop between two.
         """
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
-        if t.is_nested or t.layout is not torch.strided:
-            layout = "nested" if t.is_nested else t.layout
-            raise ValueError(f"{name}: wanted a dense tensor, got one of layout {layout}")
-        check_plain(name, t)
-        if t.device != self.device:
-            raise ValueError(f"{name}: wanted a tensor on {self.device}, where the layer is, got one on "
-                             f"{t.device}")
+        self._check_place(name, t)
         if torch.compiler.is_compiling():
             return  # the operator checks the rest when it runs and tells the other ranks; a compiler cannot
         if dtype is not None and t.dtype != dtype or not t.dtype.is_floating_point:
@@ -340,6 +332,18 @@ class CollectiveLayer(Shared):
             raise ValueError(f"{name}: wanted shape [{wanted}], got {list(t.shape)}")
         if not (t.is_contiguous() or is_transposed(t)):
             raise ValueError(f"{name} must be contiguous: call contiguous() on it")
+
+    def _check_place(self, name: str, t: Any) -> None:
+        """Raise for what is no dense tensor with memory of its own on the device of the layer."""
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            layout = "nested" if t.is_nested else t.layout
+            raise ValueError(f"{name}: wanted a dense tensor, got one of layout {layout}")
+        check_plain(name, t)
+        if t.device != self.device:
+            raise ValueError(f"{name}: wanted a tensor on {self.device}, where the layer is, got one on "
+                             f"{t.device}")
 
 
 def _fits(got: Sequence[int], wanted: tuple[int | None, ...]) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import _C
 from ..comm.device import integer, pick_device, stream_of
-from ..comm.error_propagation import check_plain, reported_after_plan
+from ..comm.error_propagation import reported_after_plan
 from ..comm.heap import SymmetricHeap
 from ..comm.world import World
 from ..gemm.activations import Activation
@@ -560,20 +560,13 @@ class EPAll2AllLayer(CollectiveLayer):
 
     # ---- checks ----
 
-    def _check_mode(self, buffer: int, exp_indices: Any, scatter: Any) -> None:
+    def _check_plan(self, buffer: int, exp_indices: Any, scatter: Any) -> None:
         try:
             check_mode()
-            if isinstance(exp_indices, torch.Tensor):
-                check_plain("exp_indices", exp_indices)
-            if is_watched():  # torch refuses these before the operator could report them
-                named = {"exp_indices": exp_indices} | (
-                    {} if scatter is None else {"full_scatter_indices": scatter})
-                for name, t in named.items():
-                    if not isinstance(t, torch.Tensor):
-                        raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
-                    if t.device != self.device:
-                        raise ValueError(f"{name}: wanted a tensor on {self.device}, where the layer is, got "
-                                         f"one on {t.device}")
+            # torch refuses other arguments of an operator before the operator runs, so nothing would report.
+            self._check_place("exp_indices", exp_indices)
+            if scatter is not None:
+                self._check_place("full_scatter_indices", scatter)
         except Exception as error:
             self._propagate(_C.OP_PLAN, error, buffer)
 
@@ -695,7 +688,7 @@ class EPAll2AllLayer(CollectiveLayer):
 
     def _make_layout(self, exp_indices: Any, scatter: Any, buffer: int) -> EPLayout:
         """Launch a plan.  Its layout does not have the number of rows yet: see _read_rows."""
-        self._check_mode(buffer, exp_indices, scatter)
+        self._check_plan(buffer, exp_indices, scatter)
         if is_watched():
             plan = ops.plan(self, exp_indices, scatter, buffer)
         else:

@@ -529,17 +529,18 @@ class LowLatencyAll2All(CollectiveLayer):
 
     def _check_idle(self, op: int, buffer: Any) -> None:
         is_valid = self._is_buffer(buffer)
-        at = buffer if is_valid else 0  # a report of a wrong number goes through the first
+        at = buffer if is_valid else 0  # the report of a wrong number goes through the first buffer
         under_way = self._pending[at]
         if under_way is not None and under_way.pending() is None:
             # Nobody can receive it any more.  The peers have received, or do it here, too: so receive now.
             self._pending[at] = None
             with contextlib.suppress(Exception):  # an error of that call; one that ends the world comes again
                 under_way.drop(self, at)
-        elif under_way is not None:  # a report would take the place of its recv()
+        elif under_way is not None and is_valid:
             raise RuntimeError(f"a call is under way on buffer {buffer}: call recv() on what its send "
-                               f"returned, or use another buffer") if is_valid else (
-                                   self._buffer_error(buffer))
+                               f"returned, or use another buffer")
+        elif under_way is not None:  # a report would end the call that is under way on the first buffer
+            raise self._buffer_error(buffer)
         if not is_valid:
             self._check_buffer(op, buffer)
 

@@ -37,15 +37,15 @@ def deferred_wgrad_of(weight: Tensor) -> DeferredWgrad | None:
 
 
 class of_one_backward:
-    """A block for a backward with these deferred wgrads: after an error in it, nothing of it waits.
+    """A context manager around one backward.  If it raises, the factors that it has deferred are dropped.
 
-    It calls nothing that could fail before the block, where the other ranks would not learn of an error.
+    The other ranks learn only of errors inside of the block, so entering it calls nothing that can fail.
     """
 
     __slots__ = ("before",)
 
     def __init__(self, *deferred: DeferredWgrad | None) -> None:
-        # what stands in for a DeferredWgrad (pipeline.py) has no owner
+        # A _Total of pipeline.py is not a DeferredWgrad. It keeps nothing for backward_dw.
         owners = {id(d.owner): d.owner for d in deferred if isinstance(d, DeferredWgrad) and d.owner.delays}
         self.before = [(owner, [(of, waiting, len(waiting)) for of, waiting in owner.pending])
                        for owner in owners.values()]
@@ -132,7 +132,7 @@ class Factors:
                                "place after the backward pass: leave it as it is until backward_dw()")
         p, scale = self.deferred_wgrad.parameter, self.deferred_wgrad.scale
         if self.deferred_wgrad.owner.fuses:
-            if not self.is_added:  # but by a backward_dw whose hooks have failed
+            if not self.is_added:  # a backward_dw whose hooks raised an error has added it already
                 self.add_to(main_grad_of(p).view(self.deferred_wgrad.shape), scale)
                 self.is_added = True
             return _stand_in(p, self.deferred_wgrad.shape)

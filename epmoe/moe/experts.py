@@ -214,7 +214,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         try:
             rows, a = empty((n, hidden), (hidden, 1), dtype), empty((n, inner), (inner, 1), dtype)
             row_weight = empty((n,), (1,), torch.float32)
-            low_up, low_down = (low_rows_of(empty, n, pair, 1) for pair in low)
+            low_up, low_down = low_rows_of(empty, n, low[0], 1), low_rows_of(empty, n, low[1], 1)
             row_tag = None if tag is None else empty((n,), (1,), torch.int32)
             h = empty((n, columns), (columns, 1), dtype) if saves else None
             # The first product has read the rows by then; but a backward reads them, too.
@@ -342,7 +342,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> _Gradients:
         up, down = ctx.deferred_wgrads
-        if up is None and down is None:  # the common case, without more calls in Python
+        if up is None and down is None:  # nothing is deferred, and the host saves three calls of Python
             return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
         with of_one_backward(up, down):
             return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
