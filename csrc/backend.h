@@ -60,7 +60,8 @@ typedef struct {
     int (*ll_dispatch)(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
     int (*ll_combine)(int device, const EpLlCombineParams *p, uint32_t num_sm, void *stream);
     int (*enter)(int device, const EpComm *c, uint32_t word, void *stream); /* word: EP_OP_WORD */
-    /* Let the next operation, on whatever stream, come after all that this stream has now. NULL: it does. */
+    /* Let the next operation, on whatever stream, begin after the work that this stream has now. NULL: a
+     * backend whose calls return when their work is done. */
     int (*order)(int device, const EpComm *c, void *stream);
     /* Clear the buffer's faulted word in stream order, after the operations that it made do nothing. */
     int (*clear)(int device, const EpComm *c, void *stream);
