@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import epmoe
-from balance_cases import BALANCE, HIDDEN, K, NAMES, backward, batch, fill, forward, gradients, make, train
+from balance_cases import (BALANCE, HIDDEN, INNER, K, NAMES, backward, batch, fill, forward, gradients, make,
+                           train)
 from cases import same_bits
 from outcomes import outcome
 from epmoe import _C
@@ -25,10 +26,15 @@ def pairs(ranks, run, **options):
     return zip(*(ranks(functools.partial(run, **options, balance=b)) for b in (BALANCE, None)))
 
 
-def find_helps(rows, num_ranks, slots, min_rows=1):
+def find_helps(rows, num_ranks, slots, min_rows=1, held=None):
+    """[(expert, slot, first choice, number of choices)], and with held which of the slots hold the expert."""
     config = NO_CONFIG._replace(ranks=num_ranks, num_experts=len(rows), topk=1, max_tokens=1, hidden=16,
                                 capacity=1, num_buffers=1, num_sm=1)
-    return _C.find_helps(config, slots, min_rows, rows)
+    found = _C.find_helps(config, slots, min_rows, rows, held)
+    if held is None:
+        assert not any(is_held for *_, is_held in found)
+        return [tuple(help[:4]) for help in found]
+    return [tuple(help[:4]) for help in found], [bool(is_held) for *_, is_held in found]
 
 
 def loads(rows, num_ranks):
@@ -74,6 +80,41 @@ def test_helps_of_hot_experts_level_the_ranks():
             after[slot] += num
         mean = sum(rows) / num_ranks
         assert max(loads(rows, num_ranks)) > 1.45 * mean and max(loads(after, num_ranks)) <= 1.1 * mean
+
+
+def test_slots_that_hold_an_expert_help_with_it():
+    """Which rank helps depends on the rows alone.  A slot holds the expert that it got last."""
+    num_ranks, local, slots = 4, 6, 2
+    num, rng = num_ranks * local, random.Random(4)
+    held, holds = torch.zeros(num + 1, 2, dtype=torch.int32), {}
+    hits = calls = 0
+    for _ in range(300):
+        rows = [0 if i % local >= local - slots else rng.randrange(20) for i in range(num)]
+        for expert in rng.sample((0, 1, 6), 2):
+            rows[expert] += rng.randrange(500)
+        helps, are_held = find_helps(rows, num_ranks, slots, 10, held)
+        assert [(e, slot // local, *its) for e, slot, *its in helps] == [
+            (e, slot // local, *its) for e, slot, *its in find_helps(rows, num_ranks, slots, 10)]
+        assert len({slot for _, slot, *_ in helps}) == len(helps)
+        for (expert, slot, *_), is_held in zip(helps, are_held):
+            rank = range(slot // local * local, (slot // local + 1) * local)
+            assert is_held == any(holds.get(s) == expert for s in rank) and slot % local >= local - slots
+            assert not is_held or holds[slot] == expert
+        calls += len(helps)
+        hits += sum(are_held)
+        holds |= {slot: expert for expert, slot, *_ in helps}
+        assert {s: int(held[s, 0]) - 1 for s in range(num) if held[s, 0]} == holds
+    assert calls > 300 and hits > 0.6 * calls
+
+
+def test_the_slot_that_rested_longest_gets_another_expert():
+    rows = {hot: [100 * (e == hot) for e in range(8)] for hot in (0, 1)}
+    held = torch.zeros(9, 2, dtype=torch.int32)
+    seen = [find_helps(rows[hot], 2, 2, held=held) for hot in (0, 0, 1, 0, 1)]
+    assert [(help[1], is_held) for (help,), (is_held,) in seen] == [(6, False), (6, True), (7, False),
+                                                                   (6, True), (7, True)]
+    held[6:8, 0] = 0  # as with other experts: now slot 6 has rested longest
+    assert find_helps(rows[1], 2, 2, held=held)[0][0][1] == 6
 
 
 def test_helps_leave_balanced_rows_alone():
@@ -184,6 +225,118 @@ def restores(world, device):
 def test_weights_travel_again_only_if_the_slots_were_written(ranks):
     for calls in ranks(restores):
         assert calls == (["second", "first"] if ranks.size() > 1 else [])
+
+
+def infer(moe, step=0, hot=(0, 1)):
+    with torch.no_grad():
+        return moe(*batch(moe, step, hot))
+
+
+def spoil_slots(moe):
+    """Overwrite the helper slots of this rank, so that torch does not count it."""
+    for name in NAMES:
+        getattr(moe, name).data[-BALANCE.slots:] = 100
+
+
+def keeps(world, device):
+    """{event: whether this rank's result shows that slots were not written again after it}."""
+    moe = make(world, device, rank_invariant=True)
+    plain = make(world, device, balance=None, rank_invariant=True)
+    want, seen = infer(plain), {}
+    twin = epmoe.EPMoE(HIDDEN, INNER, 8, K, world, layer=moe.layer, bias=True, balance=BALANCE, device=device)
+    for name in NAMES:
+        setattr(twin, name, getattr(moe, name))
+
+    def fail():
+        x, idx, weights = batch(moe)
+        got = outcome(lambda: moe(x.double() if world.rank == 0 else x, idx, weights), moe.layer)
+        assert got.kind == ("TypeError" if world.rank == 0 else "PeerError"), str(got)
+        world.exchange(b"")
+
+    def change(rank):
+        if world.rank == rank:
+            with torch.no_grad():
+                moe.down_proj += 0
+
+    def change_and_watch():
+        change(world.size - 1)
+        with FlopCounterMode(display=False) if world.rank == 0 else contextlib.nullcontext():
+            infer(moe)
+
+    for name, event in (
+            ("nothing", lambda: None),
+            ("a call with other experts", lambda: infer(moe, 1, (6, 7))),
+            ("a call without help", lambda: infer(moe, 1, range(8))),
+            ("a change on rank 0", lambda: change(0)),
+            ("a change on the last rank", lambda: change(world.size - 1)),
+            ("a change, and a call in which nobody helps", change_and_watch),
+            ("requantize on rank 0", lambda: moe.requantize() if world.rank == 0 else None),
+            ("a step", lambda: backward(*forward(moe))),
+            ("a forward", lambda: forward(moe)),
+            ("a backward", lambda: backward(*pending)),
+            ("another module with the same weights", lambda: infer(twin, 1, (6, 7))),
+            ("a call that fails on rank 0", fail),
+            ("a load", lambda: moe.load_state_dict(plain.state_dict())),
+            ("a copy", lambda: copy.deepcopy(moe)(*batch(moe)))):
+        pending = forward(moe, 1, (6, 7))
+        for _ in range(2):
+            same_bits(infer(moe), want, name)
+        assert world.size == 1 or moe.last_layout.helps
+        spoil_slots(moe)
+        event()
+        seen[name] = not torch.equal(infer(moe), want)
+        moe.requantize()
+    moe.layer.synchronize()
+    for module in moe, plain:
+        module.finalize()
+    return seen
+
+
+def test_weights_travel_once_without_gradients(ranks):
+    found = ranks(keeps)
+    kept = {name for seen in found for name, is_kept in seen.items() if is_kept}
+    assert kept == ({"nothing", "a call with other experts", "a call without help", "a copy"}
+                    if ranks.size() > 1 else set())
+
+
+def at_random(world, device, seed, balance=BALANCE):
+    """The results of calls with gradients and without, beside what changes weights, or fails on one rank."""
+    moe, seen = make(world, device, balance=balance, rank_invariant=True), []
+    shared, own = random.Random(seed), random.Random(f"{seed} {world.rank}")
+    for step in range(30):
+        hot = shared.choice(((0, 1), (0, 1), (0, 2), (6, 7)))
+        way = shared.choice(("infer", "infer", "infer", "train", "load", "change", "fail", "watched"))
+        culprit = shared.randrange(world.size) == world.rank
+        if way == "train":
+            seen.append(backward(*forward(moe, step, hot), step))
+        elif way in ("change", "load"):
+            with torch.no_grad():
+                if way == "load":
+                    fill(moe)
+                for i, e in enumerate(moe._held):
+                    if e >= 0 and own.random() < 0.5:
+                        moe.down_proj[i] *= 1 + step % 2
+        elif way == "fail":
+            x, idx, weights = batch(moe, step, hot)
+            got = outcome(lambda: moe(x, idx, weights[:, :1] if culprit else weights), moe.layer)
+            assert got.kind == ("ValueError" if culprit else "PeerError"), str(got)
+            world.exchange(b"")
+        else:
+            is_watched = way == "watched" and culprit
+            with FlopCounterMode(display=False) if is_watched else contextlib.nullcontext():
+                seen.append({"y": infer(moe, step, hot)})
+    moe.layer.synchronize()
+    moe.finalize()
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_with_gradients_and_without_at_random(ranks, seed):
+    for balanced, other in pairs(ranks, at_random, seed=seed):
+        assert len(balanced) == len(other)
+        for mine, its in zip(balanced, other):
+            for name in its:
+                same_bits(mine[name], its[name], name)
 
 
 def apart(world, device, balance=BALANCE):

@@ -176,4 +176,4 @@ def test_fp8_rows_of_no_expert_have_no_gradient(ranks):
         y[:50].float().square().sum().backward()
         return [bool(t.grad[50:].any()) or not t.grad.isfinite().all() for t in (x, weight)]
 
-    assert ranks(run, world_size=1) == [[False, False]]
+    assert all(found == [False, False] for found in ranks(run, world_size=1))

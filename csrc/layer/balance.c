@@ -5,6 +5,8 @@
  * ep_layer_receive_weights; and ep_layer_helps, ep_layer_set_staging and ep_layer_restore_weights.
  * protocol/balance.h has the arithmetic.
  * Invariant: moves[buffer] belongs to the latest call of ep_layer_experts on the buffer. */
+#include <string.h>
+
 #include "backend.h"
 #include "layer/layer_state.h"
 #include "layer/prepare.h"
@@ -33,8 +35,8 @@ static uint32_t first_row(const EpLayer *l, const int32_t *choices, uint32_t exp
     return row;
 }
 
-int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const EpTensor *plan, void *stream,
-                        uint32_t *num_rows) {
+int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const EpTensor *plan, EpHeld *held,
+                        void *stream, uint32_t *num_rows, EpTravels *travels) {
     EpMoveChoicesParams *moves = &l->moves[buffer];
     int32_t choices[EP_MAX_EXPERTS];
     EpHelps helps;
@@ -42,8 +44,12 @@ int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const E
     const EpComm *c = &l->buffers[buffer].comm;
     const uint32_t L = ep_num_local_experts(&c->shape), first = c->my_rank * L;
     if (!c->host->balance_key) return 0;
+    if (held && !(c->host->balance_key & EP_BALANCE_HOLDS)) { /* begin anew, as all ranks do in this call */
+        memset(held, 0, (c->shape.num_experts + 1) * sizeof *held);
+        held[c->shape.num_experts].expert = 1;
+    }
     for (uint32_t e = 0; e < c->shape.num_experts; e++) choices[e] = c->host->expert_choices[e];
-    ep_find_helps(&c->shape, b, choices, &helps);
+    ep_find_helps(&c->shape, b, held, choices, &helps);
     if (!helps.num) return 0;
     *num_rows = first_row(l, choices, first + L - 1);
     const EpPadding padding = ep_layer_padding(l);
@@ -55,6 +61,9 @@ int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const E
         moves->slot[i] = h->slot;
         moves->from[i] = (int32_t)from;
         moves->end[i] = (int32_t)(from + h->num);
+        if (h->is_held) continue;
+        travels->expert[travels->num] = h->expert;
+        travels->slot[travels->num++] = h->slot;
     }
     moves->num = helps.num;
     return 0;
@@ -66,7 +75,7 @@ int ep_layer_helps(EpLayer *l, uint32_t buffer, EpHelps *helps) {
     helps->num = moves->num;
     for (uint32_t i = 0; i < moves->num; i++)
         helps->help[i] =
-            (EpHelp){moves->expert[i], moves->slot[i], 0, (uint32_t)(moves->end[i] - moves->from[i])};
+            (EpHelp){moves->expert[i], moves->slot[i], 0, (uint32_t)(moves->end[i] - moves->from[i]), false};
     return ep_layer_unlock(l, buffer, 0);
 }
 

@@ -178,16 +178,17 @@ static int check_mixture(const EpTensor *tag, const EpTensor *row_tag, uint32_t 
     return 0;
 }
 
-static int check_balance(const Call *c, const EpBalance *b, const EpTensor *moved) {
+static int check_balance(const Call *c, const EpBalance *b, const EpTensor *moved, const EpTensor *held) {
     const EpLayerConfig *config = &c->layer->config;
     const uint32_t L = ep_num_local_experts(&config->shape);
+    const EpWanted table = {"held", held, EP_I32, 2, {(int64_t)config->shape.num_experts + 1, 2, -1, -1}};
     if (b->num_slots >= L)
         return ep_error(EP_EINVAL, "helper_slots %u: must be fewer than the %u experts of a rank",
                         b->num_slots, L);
     if (b->num_slots && (!config->host_counts || !moved))
         return ep_error(EP_EINVAL, "helper_slots %u: wanted a layer with host_counts, and moved",
                         b->num_slots);
-    return 0;
+    return ep_tensor_check(&table, EP_CPU, 0, 4);
 }
 
 /* ---- forward ---- */
@@ -224,12 +225,14 @@ static int multiply_down(const Call *c, const Weights *w, const EpTensor *rows, 
 static int help(Call *c, const EpExpertsArgs *a, const EpBalance *balance, EpRan *ran, int *code) {
     EpMoveChoicesParams *moves = &c->layer->moves[c->buffer];
     const EpPlanArgs plan = {.indices = a->moved, .plan = a->plan};
+    EpTravels travels = {.num = 0};
     moves->num = 0;
     if (!balance->num_slots) return 0;
-    EP_TRY(ep_layer_find_helps(c->layer, c->buffer, balance, a->plan, c->stream, &ran->num_rows));
+    EP_TRY(ep_layer_find_helps(c->layer, c->buffer, balance, a->plan, a->held ? a->held->data : NULL,
+                               c->stream, &ran->num_rows, &travels));
     if (!moves->num) return 0;
     const EpHelpedWeights w = {
-        moves->num, moves->expert, moves->slot, {a->gate_up, a->gate_up_bias, a->down, a->down_bias}};
+        travels.num, travels.expert, travels.slot, {a->gate_up, a->gate_up_bias, a->down, a->down_bias}};
     /* Each rank has entered the first plan after it last read its staging. */
     *code = ep_layer_send_weights(c->layer, &w, c->stream);
     if (!*code) *code = ep_layer_move_choices(c->layer, c->buffer, a->plan, a->moved, c->stream);
@@ -294,7 +297,7 @@ static int experts(Call *c, const EpExpertsArgs *a, EpRan *ran) {
     int code = set_offsets_of_plan(c, a->plan);
     if (!code) code = check_tokens(c, a->x, a->indices, a->weight);
     if (!code) code = check_weights(c, &weights);
-    if (!code) code = check_balance(c, &balance, a->moved);
+    if (!code) code = check_balance(c, &balance, a->moved, a->held);
     if (!code) code = check_mixture(a->tag, a->row_tag, a->adapter_columns);
     if (!code && a->gate_up_scale && a->h)
         code = ep_error(EP_EINVAL, "h: must be absent, because weights of 4 bits have no gradients");

@@ -30,6 +30,11 @@ typedef struct {
     const EpTensor *weights[EP_NUM_WEIGHTS];
 } EpHelpedWeights;
 
+/* The helps of a call whose slots do not hold the weights already. */
+typedef struct {
+    uint32_t num, expert[EP_MAX_HELPS], slot[EP_MAX_HELPS];
+} EpTravels;
+
 /* The rooms of a layer (room.c): a table in which an entry is found by its key. */
 enum { EP_MAX_ROOMS = 1024, EP_ROOM_SLOTS = 2 * EP_MAX_ROOMS };
 typedef struct {
@@ -100,9 +105,10 @@ int ep_layer_check_plan(const EpLayer *l, const EpTensor *plan);
 /* ep_layer_num_rows on a locked buffer. */
 int ep_layer_rows_locked(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows);
 /* On a locked buffer, in a layer with host_counts: wait for a plan, and find who helps whom (balance.h).
- * num_rows: becomes M of this rank, that after the help. */
-int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const EpTensor *plan, void *stream,
-                        uint32_t *num_rows);
+ * held: NULL, or what the slots hold, a table [E + 1] that becomes what they hold in this call. num_rows:
+ * becomes M of this rank, that after the help. travels: gets those whose weights must travel. */
+int ep_layer_find_helps(EpLayer *l, uint32_t buffer, const EpBalance *b, const EpTensor *plan, EpHeld *held,
+                        void *stream, uint32_t *num_rows, EpTravels *travels);
 /* Copy the weights of this rank's helped experts to the stagings of the helpers, or those of its own staging
  * to its helper slots. The weights have been checked. */
 int ep_layer_send_weights(const EpLayer *l, const EpHelpedWeights *w, void *stream);

@@ -220,7 +220,9 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
  * experts of each rank are helper slots; min_helped_rows: see EpBalance. balance_key: not 0; ranks help each
  * other only if all have the same. After the plan the host waits for its counts. If ranks shall help others
  * (ep_layer_helps), weights travel to the slots, into gate_up, down and the biases, and a second plan has the
- * choices of the slots, in moved i32 [T][K], which is scratch.
+ * choices of the slots, in moved i32 [T][K], which is scratch. held: NULL, or i32 [E + 1][2] in memory of the
+ * host, on all ranks alike: what the slots hold (EpHeld), so that this does not travel. Read if the
+ * balance_key of all ranks has EP_BALANCE_HOLDS, and written.
  * LoRA: beside the product of some rows with a weight of 16 bits, low_in multiplies the same rows, low_rows
  * gets the result, and its product with low_out is added (EpLowRank). gate_up_low_in [L][R][H],
  * gate_up_low_out [L][N][R] and gate_up_low_rows [>= M][R], or none of them; down_low_in [L][R][I],
@@ -241,6 +243,7 @@ EP_PURE uint32_t ep_op_dtype_of(uint32_t word) { return word >> 8; }
     X(S, OPTIONAL, down_zero)                \
     X(S, PLAN, plan)                         \
     X(S, OWN_OUT_OPTIONAL, moved)            \
+    X(S, OPTIONAL, held)                     \
     X(S, OWN, recv)                          \
     X(S, OWN, rows)                          \
     X(S, OWN, row_weight)                    \

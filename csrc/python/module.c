@@ -49,6 +49,7 @@ static const struct {
         {"EINVAL", EP_EINVAL},
     {"ENOMEM", EP_ENOMEM},
     {"NO_ROOM", EP_NO_ROOM},
+    {"BALANCE_HOLDS", EP_BALANCE_HOLDS},
     {"EPEERDIED", EP_EPEERDIED},
     {"EOVERFLOW", EP_EOVERFLOW},
     {"EINDEX", EP_EINDEX},

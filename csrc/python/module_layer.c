@@ -479,19 +479,26 @@ FAST(layer_restore_weights) {
     return done_together(code);
 }
 
-/* (config, helper_slots, min_rows, choices of each physical expert): who helps whom (protocol/balance.h), a
- * list of (expert, slot, first choice, number of choices) */
+/* (config, helper_slots, min_rows, choices of each physical expert, None or what the slots hold): who helps
+ * whom (protocol/balance.h), a list of (expert, slot, first choice, number of choices, is held) */
 FAST(find_helps) {
     EpLayerConfig c;
     EpBalance b;
     EpHelps helps;
     uint64_t unused;
     int32_t rows[EP_MAX_EXPERTS];
-    WANT(4);
-    if (!get_config(args[0], &c) || !ep_get_u32(args[1], &b.num_slots) || !ep_get_u32(args[2], &b.min_rows))
+    EpTensor t;
+    const EpTensor *held;
+    WANT(5);
+    if (!get_config(args[0], &c) || !ep_get_u32(args[1], &b.num_slots) || !ep_get_u32(args[2], &b.min_rows) ||
+        !ep_get_tensor(args[4], true, &t, &held))
         return NULL;
     int code = ep_layer_check_config(&c, &unused);
     if (code) return ep_raise(code);
+    if (held && (held->kind != EP_CPU || held->num_dims != 2 || held->dtype != EP_I32 ||
+                 held->shape[0] != (int64_t)c.shape.num_experts + 1 || held->shape[1] != 2))
+        return PyErr_Format(PyExc_ValueError, "held: wanted int32 [%u, 2] on the CPU",
+                            c.shape.num_experts + 1);
     if (!PyList_Check(args[3]) || PyList_Size(args[3]) != (Py_ssize_t)c.shape.num_experts)
         return PyErr_Format(PyExc_ValueError, "wanted a list of %u numbers", c.shape.num_experts);
     for (uint32_t e = 0; e < c.shape.num_experts; e++) {
@@ -499,11 +506,11 @@ FAST(find_helps) {
         if (!ep_get_u32(PyList_GetItem(args[3], e), &n)) return NULL;
         rows[e] = (int32_t)(n & INT32_MAX);
     }
-    ep_find_helps(&c.shape, &b, rows, &helps);
+    ep_find_helps(&c.shape, &b, held ? held->data : NULL, rows, &helps);
     PyObject *list = PyList_New(helps.num);
     for (uint32_t i = 0; list && i < helps.num; i++) {
         const EpHelp *h = &helps.help[i];
-        PyObject *item = Py_BuildValue("IIII", h->expert, h->slot, h->first, h->num);
+        PyObject *item = Py_BuildValue("IIIIi", h->expert, h->slot, h->first, h->num, (int)h->is_held);
         if (!item || PyList_SetItem(list, i, item)) Py_CLEAR(list);
     }
     return list;

@@ -12,6 +12,10 @@ The last physical experts of each rank are helper slots.  They hold no expert of
 
 All this is one call of the module (csrc/layer/experts.c, balance.c).
 
+Slots keep what they got.  In calls without gradients an expert does not travel to a slot that holds it, as
+long as no rank has changed a weight since.  A table says what the slots hold, the same one on all ranks
+(Held).  Each rank says in its balance_key whether its own table still counts.
+
 Backward: if another forward has written the slots since, or the products read copies of the weights, the
 weights travel again (restore).  The gradients of the slots then return to the experts: each helper copies
 them into its staging.  After a barrier the experts' ranks add them to their own, in the order of the slots.
@@ -50,7 +54,7 @@ if TYPE_CHECKING:
     from .weights import WeightFormat
 
 __all__ = ["Balance"]
-_Places: TypeAlias = "list[tuple[weakref.WeakValueDictionary[int, Helps], int]]"
+_Places: TypeAlias = "list[tuple[weakref.WeakValueDictionary[int, Helps | Held], int]]"
 _ALIGNMENT = 256  # bytes, of each weight in the staging
 # So many rows take as long to multiply as the weights of their expert take to travel: a row needs 2
 # operations for each parameter, which has 2 bytes.  An H200 has about 700 TFLOP/s and 350 GB/s.
@@ -60,6 +64,9 @@ _MIN_ROWS = {"cuda": 2048, "cpu": 16}
 @dataclasses.dataclass(frozen=True)
 class Balance:
     """How an EPMoE balances the rows of its ranks in each call.
+
+    In calls without gradients helpers keep the weights that they got, until a weight changes.  A change that
+    torch does not count needs EPMoE.requantize().
 
     Args:
         slots: Helper slots of each rank, at least 1: experts of other ranks of which it can compute rows at
@@ -183,6 +190,35 @@ def bytes_of_expert(weights: Weights, fuses: bool) -> int:
     return sum(aligned(w[0].numel() * (4 if fuses else w.element_size())) for w in weights if w is not None)
 
 
+class Held:
+    """What the helper slots of a module hold, for calls without gradients.
+
+    Attributes:
+        table: [E + 1, 2] int32 on the CPU, with physical experts: `held` of csrc/protocol/ops.h.
+    """
+
+    __slots__ = ("table", "_versions", "__weakref__")
+
+    def __init__(self, layer: EPAll2AllLayer) -> None:
+        self.table = torch.zeros(layer.world.size * layer.num_local_experts + 1, 2, dtype=torch.int32)
+        self._versions: list[int] = []
+
+    def counts(self, places: _Places, weights: Weights) -> bool:
+        """Whether slots of this rank hold what the table says, and its weights are those that traveled."""
+        versions = _versions(weights)
+        return (bool(versions) and versions == self._versions and bool(self.table[-1, 0])
+                and all(held.get(address) is self for held, address in places))
+
+    def forget(self) -> None:
+        self._versions = []
+
+    def note(self, places: _Places, weights: Weights) -> None:
+        """After a call: from now on the table counts, if all ranks have it."""
+        self._versions = _versions(weights)
+        for held, address in places:
+            held[address] = self
+
+
 class Helps:
     """The helps of one call.
 
@@ -236,39 +272,54 @@ class Balancer:
         self._gradient_dtype = torch.float32 if fuses else None  # in the staging; main_grad may have it
         self.balance = balance
         self.min_rows = balance.min_rows or _MIN_ROWS[layer.device.type]
+        self._held = Held(layer)
 
     def forget(self, moe: EPMoE) -> None:
-        """Mark what the slots hold as unknown.  EPMoE does it at the start of each call.
+        """Mark as unknown what the slots hold for a backward.  EPMoE does it at the start of each call.
 
         All ranks must do it in the same call, also if one of them then raises an error, or takes another
         way than the others.  Else a later backward finds that they disagree.
         """
         params = [moe._parameters.get(name + end) for name in WEIGHTS for end in ("", "_bias")]
-        _forget([(_held(p), p.data_ptr()) for p in params if type(p) is torch.nn.Parameter])
+        _forget([(_held(p), p.data_ptr()) for p in params if type(p) is torch.nn.Parameter], Helps)
 
-    def options(self, wanted: Sequence[bool], weights: Weights, parameters: Weights) -> tuple[int, int, int]:
-        """Begin a call.  Returns its helper_slots, min_helped_rows and balance_key; see csrc/protocol/ops.h.
+    def forget_weights(self) -> None:
+        """Let the next call send weights that slots hold already."""
+        self._held.forget()
 
-        wanted: see Helps.  weights: those that the products read: the parameters or copies.
+    def options(self, wanted: Sequence[bool], weights: Weights, parameters: Weights,
+                saves: bool) -> tuple[Tensor, int, int, int]:
+        """Begin a call.  Returns held, helper_slots, min_helped_rows and balance_key of csrc/protocol/ops.h.
+
+        wanted: see Helps.  weights: those that the products read: the parameters or copies.  saves: for a
+        backward.
         """
-        _forget(_places(parameters))
-        bits = self._gradient_dtype is not None, _are_read(parameters, weights), *wanted
-        key = 1 + sum(bit << i for i, bit in enumerate(bits))
-        return self.balance.slots, self.min_rows, key
+        places, are_read = _places(parameters), _are_read(parameters, weights)
+        holds = are_read and not saves and self._held.counts(places, parameters)
+        _forget(places)
+        if not holds:
+            self._held.forget()
+            self._held.table[-1, 0] = 0  # only a call in which all ranks begin anew sets it
+        bits = self._gradient_dtype is not None, are_read, *wanted
+        key = 1 + sum(bit << i for i, bit in enumerate(bits)) | (_C.BALANCE_HOLDS if holds else 0)
+        return self._held.table, self.balance.slots, self.min_rows, key
 
     def helps(self, layer: EPAll2AllLayer, buffer: int, wanted: Sequence[bool], weights: Weights,
-              parameters: Weights) -> Helps | None:
+              parameters: Weights, saves: bool) -> Helps | None:
         """Return the helps of the latest call of layer_experts, or None: no rank helped.
 
-        wanted: see Helps.  weights: those that the products read: the parameters or copies.
+        The arguments are as in options.
         """
         found = _C.layer_helps(layer._c, buffer)
+        places = _places(parameters) if _are_read(parameters, weights) else []
+        if places and not saves:
+            self._held.note(places, parameters)
         if not found:
             return None
-        places = _places(parameters) if _are_read(parameters, weights) else []
         helps = Helps(found, wanted, places, self.balance.slots)
-        for held, address in places:
-            held[address] = helps
+        if saves:
+            for held, address in places:
+                held[address] = helps
         return helps
 
     def restore(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
@@ -335,13 +386,13 @@ def _are_read(parameters: Weights, weights: Weights) -> bool:
     return all(w is p for w, p in zip(weights, parameters))
 
 
-def _held(weight: Tensor) -> weakref.WeakValueDictionary[int, Helps]:
-    """Return {address of a weight: the helps whose experts are in its slots}, of all weights in a storage.
+def _held(weight: Tensor) -> weakref.WeakValueDictionary[int, Helps | Held]:
+    """Return {address of a weight: the helps, or Held, that its slots hold}, of all weights in a storage.
 
     It belongs to the storage, because modules can have weights in common, and an address is used again when
     its memory was freed.
     """
-    found: weakref.WeakValueDictionary[int, Helps] = weight.untyped_storage().__dict__.setdefault(
+    found: weakref.WeakValueDictionary[int, Helps | Held] = weight.untyped_storage().__dict__.setdefault(
         "_epmoe_helps", weakref.WeakValueDictionary())
     return found
 
@@ -350,10 +401,18 @@ def _places(weights: Weights) -> _Places:
     return [(_held(w), w.data_ptr()) for w in weights if w is not None]
 
 
-def _forget(places: _Places) -> None:
-    """Note that it is not known what the slots hold."""
+def _forget(places: _Places, kind: type = object) -> None:
+    """Note that it is not known what the slots hold, where a note of this kind says it."""
     for held, address in places:
-        held.pop(address, None)
+        if isinstance(held.get(address), kind):
+            held.pop(address, None)
+
+
+def _versions(weights: Weights) -> list[int]:
+    """Return how often torch has seen each weight change, or [] if it does not count."""
+    if any(w is not None and w.is_inference() for w in weights):
+        return []
+    return [w._version for w in weights if w is not None]
 
 
 def _given(grads: Sequence[Tensor | None], weights: Weights) -> list[Tensor | None]:

@@ -203,10 +203,11 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         n = 0
     empty, dtype = layer._allocator(), layer.dtype
     tag, adapter_columns = mixture or (None, 0)
-    balance, moved = (0, 0, 0), None
+    held, *balance = None, 0, 0, 0
+    moved = None
     if balancer is not None and not is_planned:
         weights = gate_up, gate_up_bias, down, down_bias
-        balance = balancer.options(wanted, weights, parameters)
+        held, *balance = balancer.options(wanted, weights, parameters, saves)
         moved = empty((num_tokens, layer.topk), (layer.topk, 1), torch.int32)
     recv = empty((layer._recv_words,), (1,), torch.int32)
     y = empty((num_tokens, hidden), (hidden, 1), dtype)
@@ -228,13 +229,13 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
             continue
         found, is_launched, _ = _C.layer_experts(layer._c, layout.buffer, (
             x, topk_idx, weight, gate_up, gate_up_bias, up_scale, up_zero, down, down_bias, down_scale,
-            down_zero, layout.plan, moved, recv, rows, row_weight, h, a, out_rows, y, *(low[0] or NO_LOW),
-            low_up, *(low[1] or NO_LOW), low_down, tag, row_tag, adapter_columns, kernel, saves, *balance,
-            is_planned, awaits_rows))
+            down_zero, layout.plan, moved, held, recv, rows, row_weight, h, a, out_rows, y,
+            *(low[0] or NO_LOW), low_up, *(low[1] or NO_LOW), low_down, tag, row_tag, adapter_columns, kernel,
+            saves, *balance, is_planned, awaits_rows))
         if is_launched:
             layout.recv = recv
         if balancer is not None and not is_planned:
-            layout._helps = balancer.helps(layer, layout.buffer, wanted, weights, parameters)
+            layout._helps = balancer.helps(layer, layout.buffer, wanted, weights, parameters, saves)
         if is_launched:
             break
         n, awaits_rows, topk_idx, is_planned = found, False, None, True

@@ -975,12 +975,13 @@ class EPMoE(nn.Module):
     # ---- training: products in FP8, and where the gradients of the weights go ----
 
     def requantize(self) -> None:
-        """Let the next forward of a module with compute_dtype in FP8 quantise its weights again.
+        """Let the next forward make copies of the weights anew that it has kept.
 
-        It does so by itself after a step of an optimizer of torch, after load_state_dict, and where an
-        operation of torch has changed a weight in place.  A change that torch does not count needs this call:
-        one through `.data`, NumPy or a flat buffer, and by a collective such as
-        torch.distributed.broadcast.  Not collective.
+        With compute_dtype in FP8 these are the quantised weights, with balance those that helpers got in
+        calls without gradients.  It does so by itself after a step of an optimizer of torch, after
+        load_state_dict, and where an operation of torch has changed a weight in place.  A change that torch
+        does not count needs this call: one through `.data`, NumPy or a flat buffer, and by a collective such
+        as torch.distributed.broadcast.  Not collective: the rank calls it whose weights have changed.
 
         Examples:
             >>> import epmoe
@@ -994,7 +995,8 @@ class EPMoE(nn.Module):
         """
         for weight in self._quantized.values():
             weight.forget()
-
+        if self._balancer is not None:
+            self._balancer.forget_weights()
 
     @property
     def _has_other_gradients(self) -> bool:
