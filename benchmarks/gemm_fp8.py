@@ -1,7 +1,7 @@
 """Measures the grouped GEMMs of FP8: their time beside torch's and bfloat16, and their error.
 
 Those of one rank of four, forward.  epmoe has a scale for each 128 numbers of a row and each block of 128 by
-128 of the weights, or one scale for all rows and one for each expert.  torch._scaled_grouped_mm has a scale
+128 of the weights, or one scale for each row and one for each expert.  torch._scaled_grouped_mm has a scale
 for each row and each column, and adds up in the tensor cores alone (fast accumulation).  Each result is
 compared with float64 before it is timed.  With the tokens of a decoding rank, the rate is that of the weights
 that are read.
@@ -43,7 +43,7 @@ def by_row(t):
 
 
 def with_one_scale(t):
-    """Quantise a tensor with one scale for all of it: (q, scale [1])."""
+    """Quantise a matrix with one scale for all of it: (q, scale [1])."""
     scale = t.abs().amax().float().reshape(1) / 448
     return (t / scale).to(E4M3), scale
 
@@ -68,7 +68,7 @@ class Product:
         self.x, self.weight = x, weight
         self.rows, self.a_scale = epmoe.quantize_fp8(x)
         self.columns, self.b_scale = epmoe.quantize_fp8_weight(weight)
-        self.rows_of_one, self.a_one = with_one_scale(x)
+        self.whole_rows, self.row_scale = epmoe.quantize_fp8(x, pow2=True, rowwise=True)
         self.columns_of_one, self.b_one = map(torch.stack, zip(*map(with_one_scale, weight)))
         if run.on_gpu:
             self.by_row = by_row(x)
@@ -79,9 +79,9 @@ class Product:
         return epmoe.grouped_gemm(self.rows, self.columns, offsets=self.offsets, activation=activation,
                                   a_scale=self.a_scale, b_scale=self.b_scale)
 
-    def epmoe_one_scale(self):
-        return epmoe.grouped_gemm(self.rows_of_one, self.columns_of_one, offsets=self.offsets,
-                                  a_scale=self.a_one, b_scale=self.b_one[:, 0])
+    def epmoe_by_row(self):
+        return epmoe.grouped_gemm(self.whole_rows, self.columns_of_one, offsets=self.offsets,
+                                  a_scale=self.row_scale[:, :1], b_scale=self.b_one[:, 0])
 
     def epmoe_plain(self):
         return epmoe.grouped_gemm(self.x, self.weight, offsets=self.offsets)
@@ -96,21 +96,21 @@ class Product:
 
     def peers(self):
         """Return {name: function} of everything that is timed."""
-        found = {"epmoe FP8": self.epmoe_fp8, "epmoe FP8 one scale": self.epmoe_one_scale,
+        found = {"epmoe FP8": self.epmoe_fp8, "epmoe FP8 by row": self.epmoe_by_row,
                  "epmoe 16 bits": self.epmoe_plain}
         if self.on_gpu:
             found["torch FP8 by row"] = self.torch_by_row
             found["torch 16 bits"] = self.torch_plain
         return found
 
-    def error(self, activation, got, one_scale=False):
+    def error(self, activation, got, is_by_row=False):
         """Return what is wrong with sampled rows of a result of epmoe, or ""."""
         ends = self.offsets.tolist()
         for e in sorted({0, len(ends) - 2}):
             at = torch.arange(ends[e], ends[e + 1], max(1, (ends[e + 1] - ends[e]) // 16),
                               device=got.device)
-            if one_scale:
-                left = self.rows_of_one[at].double() * self.a_one.double()
+            if is_by_row:
+                left = self.whole_rows[at].double() * self.row_scale[at, :1].double()
                 right = (self.columns_of_one[e].double() * self.b_one[e].double()).t()
             else:
                 left = dequantized(self.rows[at], self.a_scale[at], (1, 128))
@@ -165,7 +165,7 @@ def measure(run, shape):
             with poisoned():
                 run.agree(product.error(activation, product.epmoe_fp8(activation)))
         with poisoned():
-            run.agree(product.error(None, product.epmoe_one_scale(), one_scale=True))
+            run.agree(product.error(None, product.epmoe_by_row(), is_by_row=True))
         time_product(run, shape, name, product)
         record_errors(run, shape, name, product)
         heavy = Product(run, heavy_tailed(normal, 64, k).to(dtype),
@@ -183,12 +183,12 @@ def time_product(run, shape, name, product):
     flops = 2.0 * len(product.x) * product.weight[0].numel()
     for impl in reversed(ms):
         over = {peer: ms[peer] for peer in ms if impl == "epmoe FP8" and peer != impl}
-        if impl == "epmoe FP8 one scale":
-            over = {"epmoe FP8": ms["epmoe FP8"]}
+        if impl == "epmoe FP8 by row":
+            over = {peer: ms[peer] for peer in ("epmoe FP8", "torch FP8 by row") if peer in ms}
         tflops = flops / ms[impl] / 1e9
         run.record("gemm", shape, f"{impl} {name}", ms[impl], over=over, rate=f"{tflops:.4g} TFLOP/s",
                    tflops=round(tflops, 4))
-    for impl in ("epmoe FP8", "torch FP8 by row") if run.on_gpu else ():
+    for impl in ("epmoe FP8", "epmoe FP8 by row", "torch FP8 by row") if run.on_gpu else ():
         if mhz := sm_clock(fns[impl], run.device, max(1, int(60 / ms[impl]))):
             run.record("gemm", shape, f"SM clock: {impl} {name}", rate=f"{mhz:.0f} MHz", mhz=mhz)
 

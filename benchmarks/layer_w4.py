@@ -26,9 +26,11 @@ def measure(run, of_all, is_last):
     args = x.bfloat16(), idx, weight
     with Formats(run, shape, shape.tokens) as formats:
         found, errors = formats.check([args], decode=False)
-        in_fp8, errors[w4_tables.IN_FP8] = formats.in_fp8(args, found["bf16"][0])
+        modules = dict(formats.modules)
+        for name in w4_tables.IN_FP8:
+            modules[name], errors[name] = formats.in_fp8(name, args, found["bf16"][0])
         ms = alternate(run, **{name: functools.partial(moe, *args, decode=False)
-                               for name, moe in (formats.modules | {w4_tables.IN_FP8: in_fp8}).items()})
+                               for name, moe in modules.items()})
     for name, t in ms.items():
         over = {other: ms[other] for other in OVER.get(name, ()) if other in ms}
         record_layer(run, w4_tables.LAYER, shape, w4_tables.impl_of(name), t, over,

@@ -7,8 +7,10 @@ torch products  torch's grouped GEMMs alone on the same rows: two forward, four 
 Liger           its megakernel, where liger_cute_kernels can be imported
 epmoe balanced  with --balance: EPMoE(balance=..), in which ranks with few rows help the others
 epmoe FP8       with --fp8: EPMoE(compute_dtype=torch.float8_e4m3fn); its errors are shown
+epmoe FP8 rowwise  with --fp8: the same with fp8_recipe="rowwise"
 torch FP8 products  with --fp8: torch._scaled_grouped_mm alone on rows that are quantised already, with a
                 scale for each row and each column of the weights: two forward, four backward
+DeepGEMM products  with --fp8: its grouped GEMMs alone, where it can be imported: two forward, two backward
 
 All alternate in rounds, so that each meets the GPU in the same state.  A rank that is alone computes as one
 rank of four: a quarter of the experts, and as many rows; nothing crosses a link.  Gradients are compared
@@ -36,7 +38,8 @@ from .measure import slowest
 RANKS = 4  # a rank that is alone computes as one of them
 DEFAULT = ("seed", "dsv3", "qwen3-235b", "qwen3-30b", "mixtral")
 PASSES = ("forward", "backward", "both")
-# Of epmoe and epmoe FP8, and the names of these ratios.
+FP8 = {"epmoe FP8": "blockwise", "epmoe FP8 rowwise": "rowwise"}  # the recipes
+# Of epmoe and those in FP8, and the names of these ratios.
 RATIOS = {"torch": "torch", "torch products": "GEMMs", "Liger": "Liger", "epmoe": "bf16"}
 NAMES = ("y", "gradient of x", "gradient of the routing weights", "gradient of gate_up_proj",
          "gradient of down_proj")
@@ -288,6 +291,50 @@ class Fp8Products:
         pass
 
 
+class DeepGemmProducts:
+    """The grouped GEMMs of DeepGEMM 2 in FP8 alone: two forward, and the two of the rows in the backward.
+
+    The numbers are quantised already, with a scale for each 128 numbers of a row and for each block of 128 by
+    128 of the weights.  For each expert there is a multiple of 128 rows.
+    """
+
+    def __init__(self, num_rows, gate_up, down):
+        import deep_gemm
+
+        self.multiply = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+        num, device = len(gate_up), gate_up.device
+        each = num_rows // num // 128 * 128
+        wide, hidden, inner = gate_up.shape[1], gate_up.shape[2], down.shape[2]
+        self.sizes = hidden, wide, inner
+        self.expert = torch.arange(num, device=device, dtype=torch.int32).repeat_interleave(each)
+
+        def make(*sizes, blocks):
+            scales = torch.ones(*(-(-n // block) for n, block in zip(sizes, blocks)), device=device)
+            return torch.randn(sizes, device=device).to(torch.float8_e4m3fn), scales
+
+        self.rows = {n: make(num * each, n, blocks=(1, 128)) for n in self.sizes}
+        self.weights = {(n, k): make(num, n, k, blocks=(1, 128, 128))
+                        for n, k in ((wide, hidden), (hidden, inner), (inner, hidden), (hidden, wide))}
+
+    def _product(self, n, k):
+        out = torch.empty(len(self.expert), n, dtype=torch.bfloat16, device=self.expert.device)
+        self.multiply(self.rows[k], self.weights[n, k], out, self.expert)
+        return out
+
+    def forward(self):
+        hidden, wide, inner = self.sizes
+        self._product(wide, hidden)
+        return self._product(hidden, inner)
+
+    def backward(self, dy):
+        hidden, wide, inner = self.sizes
+        self._product(inner, hidden)
+        self._product(hidden, wide)
+
+    def clear(self):
+        pass
+
+
 class Products:
     """torch's grouped GEMMs alone, on the rows that a rank receives."""
 
@@ -448,19 +495,20 @@ def add_liger(run, shape, steps, inputs, moe, dy):
 
 
 def add_fp8_products(run, steps, num_rows, parameters):
-    """Add torch's products in FP8, or say why they cannot be measured.  Collective."""
-    error = "" if run.on_gpu else "they need a GPU"
-    try:
-        if run.on_gpu:
-            products = Fp8Products(num_rows, *parameters)
-            products.backward(products.forward())
-            torch.cuda.synchronize()
-    except Exception as e:  # it must not stop the other measurements
-        error = f"{type(e).__name__}: {e}".split("\n")[0]
-    if slowest(run.cpu_group, float(bool(error))):
-        run.say(f"  torch FP8 products: not measured: {error or 'they do not work on all ranks'}"[:100])
-    else:
-        steps["torch FP8 products"] = products
+    """Add the products in FP8 of others, or say why they cannot be measured.  Collective."""
+    for name, kind in (("torch FP8 products", Fp8Products), ("DeepGEMM products", DeepGemmProducts)):
+        error = "" if run.on_gpu else "they need a GPU"
+        try:
+            if run.on_gpu:
+                products = kind(num_rows, *parameters)
+                products.backward(products.forward())
+                torch.cuda.synchronize()
+        except Exception as e:  # it must not stop the other measurements
+            error = f"{type(e).__name__}: {e}".split("\n")[0]
+        if slowest(run.cpu_group, float(bool(error))):
+            run.say(f"  {name}: not measured: {error or 'they do not work on all ranks'}"[:100])
+        else:
+            steps[name] = products
 
 
 def record(run, shape, ms, sizes):
@@ -476,7 +524,7 @@ def record(run, shape, ms, sizes):
     for what, factor in zip(PASSES, (1, 2, 3)):
         for name in sorted(ms, key=lambda n: n.startswith("epmoe")):
             over = None
-            if name in ("epmoe", "epmoe FP8"):
+            if name in ("epmoe", *FP8):
                 over = {RATIOS[n]: ms[n][what] for n in RATIOS if n in ms and n != name}
             if name in ("epmoe stages", "epmoe balanced"):
                 over = {n: ms[n][what] for n in ("torch", "epmoe")}
@@ -491,6 +539,10 @@ def record(run, shape, ms, sizes):
             text = f"{num_bytes / 1e6:.5g} MB" + ("" if name == "torch" else f"  {ratio:.2f} torch")
             run.record("train", shape, f"{name} {what} bytes", rate=text, num_bytes=int(num_bytes),
                        bytes_over_torch=round(ratio, 4))
+
+
+def _of_module(moe, idx, x, weight):
+    return moe(x, idx, weight)
 
 
 def measure(run, shape):
@@ -516,13 +568,13 @@ def measure(run, shape):
         run.agree(differs(steps[name].results(), want))
     del want
     add_liger(run, shape, steps, inputs, moe, dy)
-    if run.options.fp8:
-        eight = epmoe.EPMoE(layer=fused, **options, compute_dtype=torch.float8_e4m3fn)
+    for fp8_step, recipe in FP8.items() if run.options.fp8 else ():
+        eight = epmoe.EPMoE(layer=fused, **options, compute_dtype=torch.float8_e4m3fn, fp8_recipe=recipe)
         eight.gate_up_proj, eight.down_proj = parameters
-        steps["epmoe FP8"] = Step(lambda x, w: eight(x, idx, w), x, weight, dy, parameters)
-        pairs = zip(steps["epmoe FP8"].results(), steps["epmoe"].results())
+        steps[fp8_step] = Step(functools.partial(_of_module, eight, idx), x, weight, dy, parameters)
+        pairs = zip(steps[fp8_step].results(), steps["epmoe"].results())
         found = [relative_error(a, b) for a, b in pairs]
-        run.say("  FP8 beside 16 bits, norms of errors: "
+        run.say(f"  FP8 {recipe} beside 16 bits, norms of errors: "
                 + ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, found)))
         run.agree("" if max(found) < FP8_BOUND else "the results in FP8 differ too much from those in bf16")
     balanced = None

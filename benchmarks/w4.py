@@ -4,7 +4,8 @@ bf16    an EPMoE in 16 bits
 FP8     an EPMoE with weight_dtype=torch.float8_e4m3fn; left out where it does not take the sizes
 MXFP4   an EPMoE with weight_dtype="mxfp4"
 INT4    an EPMoE with weight_dtype="int4", groups of 32
-W4A8    the weights of MXFP4 with compute_dtype=torch.float8_e4m3fn, in `layer --w4`
+W4A8    the weights of MXFP4 with compute_dtype=torch.float8_e4m3fn, in `layer --w4`; also with
+        fp8_recipe="rowwise"
 
 All share a communication layer, and have the same weights before they were quantised.  A twin in 16 bits gets
 the dequantised weights of MXFP4 or INT4: their results must have the bits of its results.  bf16 is compared
@@ -31,13 +32,13 @@ from .w4_tables import FORMATS, IN_FP8
 
 DTYPES = dict(zip(FORMATS, (None, E4M3, "mxfp4", "int4")))
 # The formats whose times a format is compared with.
-OVER = {"FP8": ("bf16",), **dict.fromkeys(("MXFP4", "INT4", IN_FP8), ("FP8", "bf16"))}
+OVER = {"FP8": ("bf16",), **dict.fromkeys(("MXFP4", "INT4", *IN_FP8), ("FP8", "bf16"))}
 FOUR_BITS = ("INT4", "MXFP4")
 SHAPES = "gpt-oss-120b", "dsv3", "v4-flash"
 RANKS = 4  # a rank that is alone is one of them
 SAMPLED = 4  # tokens of a rank that are compared with float64
 # The norm of the difference from bf16 over that of bf16, and of the difference of bf16 from float64.
-MOST_ERROR = {"FP8": 0.1, "MXFP4": 0.3, "INT4": 0.2, IN_FP8: 0.3, "bf16": 0.02}
+MOST_ERROR = {"FP8": 0.1, "MXFP4": 0.3, "INT4": 0.2, **dict.fromkeys(IN_FP8, 0.3), "bf16": 0.02}
 
 
 def shapes(run):
@@ -163,21 +164,22 @@ class Formats:
             self.is_twin_of = name
         return self.twin
 
-    def in_fp8(self, args, of_bf16):
+    def in_fp8(self, name, args, of_bf16):
         """Return a module that multiplies the weights of MXFP4 in FP8, and its error.  Collective.
 
-        args: of a call.  of_bf16: its result in bf16.
+        name: in IN_FP8.  args: of a call.  of_bf16: its result in bf16.
         """
         found = []
         for moe in (self.modules["MXFP4"], self.twin_of("MXFP4")):
-            found.append(self.module(moe.weight_dtype if moe is not self.twin else None, compute_dtype=E4M3))
-            for name, p in moe.named_parameters():
-                setattr(found[-1], name, p)
+            found.append(self.module(moe.weight_dtype if moe is not self.twin else None, compute_dtype=E4M3,
+                                     fp8_recipe=IN_FP8[name]))
+            for weight, p in moe.named_parameters():
+                setattr(found[-1], weight, p)
         with poisoned():
             got, want = (moe(*args) for moe in found)
         error = error_of(self.run, [got], [of_bf16])
-        self.run.agree("" if have_same_bits([got], [want]) and error <= MOST_ERROR[IN_FP8] else
-                       f"{IN_FP8}: other bits than one of 16 bits in FP8 with the same weights, or wrong by "
+        self.run.agree("" if have_same_bits([got], [want]) and error <= MOST_ERROR[name] else
+                       f"{name}: other bits than one of 16 bits in FP8 with the same weights, or wrong by "
                        f"{error:.3f} of the norm of bf16")
         return found[0], error
 

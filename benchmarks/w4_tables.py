@@ -5,19 +5,20 @@ A table is (caption, head, lines of cells).  docs/tables.py needs this without t
 
 LAYER, DECODE = "layer --w4", "decode --w4"  # what rows call the benches
 FORMATS = ("bf16", "FP8", "MXFP4", "INT4")
-IN_FP8 = "W4A8"  # of layer --w4: the weights of MXFP4, expanded to FP8 in each call
+# of layer --w4: the weights of MXFP4, expanded to FP8 in each call, and the recipe of their scales
+IN_FP8 = {"W4A8": "blockwise", "W4A8 row": "rowwise"}
 PEERS = ("grouped_mm", "Triton MXFP4")  # of transformers
 HBM_TBPS = 4.8  # of an H200: what its memory can deliver
 
 
 def impl_of(name):
     """Return what rows call a format or a peer."""
-    return f"{'epmoe' if name in (*FORMATS, IN_FP8) else 'transformers'} {name}"
+    return f"{'epmoe' if name in (*FORMATS, *IN_FP8) else 'transformers'} {name}"
 
 
 def _found(rows, bench):
     """Return {shape: {T: {name of a format or peer: row}}} of a bench."""
-    names, found = {impl_of(name): name for name in (*FORMATS, IN_FP8, *PEERS)}, {}
+    names, found = {impl_of(name): name for name in (*FORMATS, *IN_FP8, *PEERS)}, {}
     for row in rows:
         if row["bench"] == bench and row["impl"] in names:
             of_tokens = found.setdefault(row["shape"], {}).setdefault(row["tokens"], {})
@@ -64,8 +65,8 @@ def decode_tables(rows):
 
 def layer_tables(rows):
     """Return one table with a line for each shape, or none without rows."""
-    lines, names = [], (*FORMATS, IN_FP8)
-    pairs = ("MXFP4", "bf16"), (IN_FP8, "bf16"), (IN_FP8, "FP8")
+    lines, names = [], (*FORMATS, *IN_FP8)
+    pairs = ("MXFP4", "bf16"), ("W4A8 row", "FP8"), ("W4A8 row", "bf16")
     for shape, by_tokens in _found(rows, LAYER).items():
         for tokens, of in by_tokens.items():
             row = next(iter(of.values()))

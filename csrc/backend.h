@@ -80,6 +80,7 @@ typedef struct {
     int (*move_choices)(int device, const EpMoveChoicesParams *p, void *stream);
     int (*map_choices)(int device, const EpMapChoicesParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
+    int (*rescale)(int device, const EpRescaleParams *p, void *stream);
     int (*transpose)(int device, const EpTransposeParams *p, void *stream);
     int (*quantize_weight)(int device, const EpQuantizeWeightParams *p, void *stream);
     int (*expand)(int device, const EpExpandParams *p, void *stream);

@@ -423,6 +423,7 @@ int ep_gemm_has_counter(int device, void *stream, bool *has);
 typedef struct {
     EpActivation activation;
     const EpTensor *h, *d, *offsets, *row_weight, *d_h, *weighted, *dots, *d_h_scale, *weighted_scale;
+    bool is_rowwise; /* with scales: those of a row of d_h become the same, as in EpQuantize */
 } EpActivationArgs;
 int ep_activation(const EpActivationArgs *a, void *stream);
 
@@ -455,8 +456,17 @@ typedef struct {
     const EpTensor *q;        /* u8 [M][K], the bytes of e4m3 numbers */
     const EpTensor *scales;   /* f32 [K / 128][M], rounded up */
     bool is_pow2;             /* scales are powers of two */
+    bool is_rowwise;          /* and all of a row are the same: the largest, see EpRescaleParams */
 } EpQuantize;
 int ep_quantize(const EpQuantize *quantize, void *stream);
+
+/* Weights of e4m3 get one scale for each expert, see EpRescaleParams. On CUDA, K is a multiple of 16. */
+typedef struct {
+    const EpTensor *q;      /* u8 [L][N][K], the bytes of e4m3 numbers */
+    const EpTensor *scales; /* f32 [L][N / 128][K / 128], rounded up, of any strides; only read */
+    const EpTensor *to;     /* f32 [L] */
+} EpRescaleWeight;
+int ep_rescale_weight(const EpRescaleWeight *rescale, void *stream);
 
 /* Weights of 4 bits to FP8: local to a rank. protocol/four_bit.h has the layout of the first three, and what
  * is computed. N and K are multiples of 64. */
@@ -466,6 +476,7 @@ typedef struct {
     const EpTensor *zeros;    /* NULL, or u8 as scales */
     const EpTensor *q;        /* u8 [L][N][K], the bytes of e4m3 numbers */
     const EpTensor *q_scales; /* f32 [L][N / 128][K / 128], rounded up */
+    const EpTensor *to;       /* NULL, or f32 [L]: the scale of each expert, a power of two */
     uint32_t dtype;           /* EP_BF16 or EP_F16: to which a weight is rounded before it is quantised */
 } EpExpand;
 int ep_expand(const EpExpand *expand, void *stream);

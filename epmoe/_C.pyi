@@ -230,6 +230,7 @@ def activation(
     dots: Tensor,
     d_h_scale: Tensor | None,
     weighted_scale: Tensor | None,
+    is_rowwise: bool,
     /,
 ) -> None: ...
 
@@ -247,6 +248,7 @@ def quantize_fp8(
     q: Tensor,
     scales: Tensor,
     is_pow2: bool,
+    is_rowwise: bool,
     /,
 ) -> None: ...
 
@@ -257,9 +259,13 @@ def expand_fp8(
     zeros: Tensor | None,
     q: Tensor,
     q_scales: Tensor,
+    to: Tensor | None,
     is_f16: bool,
     /,
 ) -> None: ...
+
+# Weights of FP8 with other scales, in place; see csrc/protocol/quantize.h.  q is uint8 here.
+def rescale_fp8_weight(q: Tensor, scales: Tensor, to: Tensor, /) -> None: ...
 
 # The gradient of weights in FP8; see csrc/protocol/wgrad_fp8.h.  Numbers of FP8 are uint8 here.
 def transpose_fp8(

@@ -137,6 +137,17 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or _num_modes() > 0
 
 
+def num_not_after(ends: Tensor, row: Tensor) -> Tensor:
+    """Return for each row how many of the ends, which ascend, are at most it: [M] int64.
+
+    It is a search, but compared one by one where a compiler sees it: on GPUs, inductor of torch 2.11 reads a
+    view, as expert_offsets of a plan are, from the beginning of the tensor of which it is one.
+    """
+    if is_watched():
+        return (row[:, None] >= ends).sum(1)
+    return torch.searchsorted(ends, row, right=True)
+
+
 def requires_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd records a call with these tensors (None is none)."""
     if torch.is_grad_enabled():

@@ -147,7 +147,7 @@ class Trainer:
     def make_moe(self):
         args, options = self.args, dict(dtype=self.dtype, device=self.device)
         if args.fp8:
-            options["compute_dtype"] = torch.float8_e4m3fn
+            options |= {"compute_dtype": torch.float8_e4m3fn, "fp8_recipe": args.fp8}
         sizes = args.hidden, args.hidden, args.experts, args.topk
         moe = epmoe.EPMoE(*sizes, self.world, max_tokens=args.batch * args.seq, **options)
         for p in (moe.gate_up_proj, moe.down_proj):
@@ -348,7 +348,8 @@ def parse_args():
                         help="default: 4 on the CPU, one for each GPU up to 4, 2 on a single GPU")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of equally many ranks; default: 1")
     parser.add_argument("--plot", default="demo.png", help="where to write the plot")
-    parser.add_argument("--fp8", action="store_true", help="the products of the experts in FP8")
+    parser.add_argument("--fp8", nargs="?", const="blockwise", choices=("blockwise", "rowwise"),
+                        help="the products of the experts in FP8, with this recipe (blockwise)")
     parser.add_argument("--quick", action="store_true", help="20 steps, for tests")
     args = parser.parse_args()
     args.steps = 20 if args.quick else args.steps

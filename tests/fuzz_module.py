@@ -219,7 +219,7 @@ SIGNATURES = {
                           " recv out out_scalar? small small"
                           " or L small | fp8_rows fp8_row_scale tensor weight weight? no no out row_weight?"
                           " no plan recv out no zero zero",
-    "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan no recv rows"
+    "layer_experts": "L small | x idx weight tensor weight? no no tensor weight? no no plan no no recv rows"
                      " row_weight out? tensor tensor out tensor? tensor? rows? tensor? tensor? rows? tag?"
                      " row_tag? small act small small small small zero small",
     "layer_experts_down": "L small | x tensor plan rows row_weight recv tensor tensor tensor row_weight"
@@ -234,14 +234,15 @@ SIGNATURES = {
                     " rows? rows? tensor? small flag"
                     " or zero act seconds x rows plan weight? row_weight? plan out small tensor"
                     " tensor no no no no small flag",
-    "quantize_fp8": "act x num_rows? fp8_x group_scales flag",
-    "expand_fp8": "tensor tensor tensor? fp8_x fp8_scale flag",
+    "quantize_fp8": "act x num_rows? fp8_x group_scales flag flag",
+    "expand_fp8": "tensor tensor tensor? fp8_x fp8_scale fp8_scale? flag",
+    "rescale_fp8_weight": "fp8_x fp8_scale fp8_scale",
     "map_choices": "idx tensor idx small",
     "fill_expert_map": "tensor tensor tensor tensor",
     "transpose_fp8": "fp8_x fp8_scale plan fp8_x fp8_scale",
     "quantize_fp8_weight": "x fp8_x fp8_x fp8_scale fp8_scale",
     "wgrad_fp8": "fp8_x fp8_x fp8_scale fp8_scale plan plan out seconds",
-    "activation": "act x x plan weight? x x weight no no",
+    "activation": "act x x plan weight? x x weight no no flag",
     "gemm_has_counter": "x", "device_query": "n",
     "ll_handle_words": "config",
     "layer_ll_dispatch": "LL small | fast_x idx weight? handle compact weight? counts tag? compact_tag? small"

@@ -130,6 +130,8 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos, missing, mps=True)
         yield Step("train-mps", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
+        yield Step("train-fp8-mps", torchrun(n, "tests/soak_train.py", "--compute", "fp8", "-n", "5000"),
+                   LONGEST_S, "the same to the bit", chaos, missing, mps=True)
         yield Step("balance-mps", torchrun(n, "tests/soak_train.py", "--balance", "yes", "-n", "2000"),
                    LONGEST_S, "the same to the bit", chaos, missing, mps=True)
         yield Step("batches-threads", [*python, "tests/soak_batches.py", "-n", "4000", *threads], LONGEST_S,
@@ -150,6 +152,8 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos)
         yield Step("train", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
                    "the same to the bit", chaos)
+        yield Step("train-fp8", torchrun(n, "tests/soak_train.py", "--compute", "fp8", "-n", "5000"),
+                   LONGEST_S, "the same to the bit", chaos)
         yield Step("balance", torchrun(n, "tests/soak_train.py", "--balance", "yes", "-n", "2000"),
                    LONGEST_S, "the same to the bit", chaos)
         yield Step("batches", torchrun(n, "tests/soak_batches.py", "-n", "20000"), LONGEST_S,

@@ -89,14 +89,15 @@ def run_batch(world, device, seed, number, num_steps, graph, compute="16 bits", 
     g = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1)
     r = random.Random(f"{seed} {number} {world.rank} train")
     activation, bias = activation or "silu", number % 3 == 0
-    compute_dtype = torch.float8_e4m3fn if compute == "fp8" else None
+    compute_dtype, recipe = (None, None) if compute != "fp8" else (
+        torch.float8_e4m3fn, ("blockwise", "rowwise")[number // 2 % 2])
     if compute_dtype:
         options["token_saving"] = True
     with (epmoe.EpAll2AllFusedOp(world, device=device, fused=False, **options) as plain,
           epmoe.EpAll2AllFusedOp(world, device=device, fused=True, **options) as op):
         stages, moe = (epmoe.EPMoE(op.hidden, inner, op.num_experts, op.topk, activation=activation,
-                                   dtype=op.dtype, layer=layer, bias=bias,
-                                   compute_dtype=compute_dtype) for layer in (plain, op))
+                                   dtype=op.dtype, layer=layer, bias=bias, compute_dtype=compute_dtype,
+                                   fp8_recipe=recipe) for layer in (plain, op))
         stages.load_state_dict(moe.state_dict())
         inputs = [inputs_of(op, pattern, world.rank, g) for pattern in patterns]
         dys = [torch.randn(x.shape, generator=g).to(x) for x, _, _ in inputs]

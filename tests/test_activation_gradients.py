@@ -27,7 +27,7 @@ def run_activation_backward(h, d, offsets, row_weight, kernel, in_place=False):
     d_h = torch.empty_like(h)
     weighted = d if in_place else torch.empty_like(d)
     dots = torch.empty(len(d), dtype=torch.float32, device=d.device)
-    _C.activation(kernel, h, d, offsets, row_weight, d_h, weighted, dots, None, None)
+    _C.activation(kernel, h, d, offsets, row_weight, d_h, weighted, dots, None, None, False)
     return d_h, weighted, dots
 
 
@@ -156,7 +156,7 @@ def test_activation_gradients_refuse_outputs_in_the_memory_of_inputs(ranks):
     longer = torch.cat([d, d.new_zeros(1, 16)])
 
     def call(d, d_h, weighted):
-        epmoe._C.activation(as_kernel("swiglu"), h, d, offsets, None, d_h, weighted, dots, None, None)
+        epmoe._C.activation(as_kernel("swiglu"), h, d, offsets, None, d_h, weighted, dots, None, None, False)
 
     for d_h, weighted, text in (
             (h, d, "gradient of the input shares memory with input of the activation"),
@@ -200,4 +200,5 @@ def test_activation_gradients_refuse_wrong_scales(ranks):
                                 ((of_d, of_d), ValueError, "scales of the gradient"),
                                 ((of_h, of_h), ValueError, "scales of the weighted rows")):
         with pytest.raises(error, match=text):
-            _C.activation(as_kernel("swiglu"), h, d, offsets, None, bytes_of_h, bytes_of_d, dots, *scales)
+            _C.activation(as_kernel("swiglu"), h, d, offsets, None, bytes_of_h, bytes_of_d, dots, *scales,
+                          False)

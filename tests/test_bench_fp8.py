@@ -19,11 +19,11 @@ LAYER = ["layer", *ARGUMENTS[1:]]
 def test_bench_fp8_measures_times_and_errors():
     rows, out, _ = run_command(ARGUMENTS)
     found = {row["impl"]: row for row in rows}
-    products, peers = ("gate and up", "down"), ("epmoe FP8", "epmoe FP8 one scale", "epmoe 16 bits")
+    products, peers = ("gate and up", "down"), ("epmoe FP8", "epmoe FP8 by row", "epmoe 16 bits")
     assert {f"{peer} {product}" for product in products for peer in peers} < set(found)
     assert found["epmoe FP8 gate and up"]["ratios"].keys() == {"epmoe 16 bits", "epmoe FP8 SwiGLU",
-                                                                "epmoe FP8 one scale"}
-    assert found["epmoe FP8 one scale down"]["ratios"].keys() == {"epmoe FP8"}
+                                                                "epmoe FP8 by row"}
+    assert found["epmoe FP8 by row down"]["ratios"].keys() == {"epmoe FP8"}
     for data in ("gate and up", "gate and up, heavy tails", "down", "down, heavy tails"):
         # e4m3 has 3 bits after the first one: in the mean a number is wrong by some per cent
         assert 0.01 < found[f"error: epmoe FP8 {data}"]["error"] < 0.1
@@ -47,17 +47,17 @@ def test_bench_fp8_finds_a_wrong_result(monkeypatch):
         run_command(ARGUMENTS)
 
 
-@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("is_by_row", [False, True])
 @pytest.mark.parametrize("expert", [0, 2])
-def test_bench_fp8_checks_the_first_and_the_last_expert(expert, one_scale):
+def test_bench_fp8_checks_the_first_and_the_last_expert(expert, is_by_row):
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(30, 256, generator=g), torch.randn(3, 128, 256, generator=g)
     offsets = torch.tensor([0, 7, 20, 30], dtype=torch.int32)
     product = gemm_fp8.Product(types.SimpleNamespace(on_gpu=False), x, weight, offsets)
-    y = product.epmoe_one_scale() if one_scale else product.epmoe_fp8()
-    assert product.error(None, y, one_scale) == ""
+    y = product.epmoe_by_row() if is_by_row else product.epmoe_fp8()
+    assert product.error(None, y, is_by_row) == ""
     y[offsets[expert], 3] += 1
-    assert f"expert {expert}: 1 of" in product.error(None, y, one_scale)
+    assert f"expert {expert}: 1 of" in product.error(None, y, is_by_row)
 
 
 def test_bench_fp8_heavy_tails_have_three_degrees_of_freedom():
@@ -71,8 +71,8 @@ def test_bench_fp8_heavy_tails_have_three_degrees_of_freedom():
 def test_bench_fp8_finds_a_wrong_quantisation(monkeypatch):
     right = epmoe.quantize_fp8
 
-    def wrong(x, activation=None):
-        q, scales = right(x, activation)
+    def wrong(x, activation=None, **options):
+        q, scales = right(x, activation, **options)
         return (q, scales) if activation is None else (q, scales * 1.01)
 
     monkeypatch.setattr(epmoe, "quantize_fp8", wrong)

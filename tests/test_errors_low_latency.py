@@ -413,7 +413,7 @@ def test_errors_low_latency_wrong_buffer_while_a_call_is_under_way(ranks, is_los
                     if is_alone and is_lost:
                         break
             elif is_lost:
-                got.append(outcome(lambda: a2a.dispatch(x, idx, weights)))
+                got.append(outcome(lambda: a2a.dispatch(x, idx, weights), a2a))
             if not is_lost:
                 rows, _, counts, handle = pending.recv()
                 result = counts.sum().item()

@@ -314,7 +314,7 @@ def test_fp8_gemm_is_traced_by_the_compiler(ranks):
     (dict(a_scale=None), TypeError, "a_scale: rows and weights of float8_e4m3fn need scales"),
     (dict(b_scale=None), TypeError, "b_scale"),
     (dict(a_scale=torch.ones(4, 2).double()), TypeError, "float64"),
-    (dict(a_scale=torch.ones(4, 1)), ValueError, "a_scale: wanted [4, 2]"),
+    (dict(a_scale=torch.ones(3, 1)), ValueError, "a_scale: wanted [4, 2], [4, 1]"),
     (dict(a_scale=torch.ones(4, 2, device="meta")), ValueError, "on cpu"),
     (dict(b_scale=torch.ones(2, 1, 2)), ValueError, "b_scale: wanted [2, 2, 2], [2] or one number"),
     (dict(b_scale=torch.ones(3)), ValueError, "b_scale: wanted [2, 2, 2], [2] or one number"),

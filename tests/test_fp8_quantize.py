@@ -236,7 +236,7 @@ def test_fp8_quantize_module_checks_what_it_gets():
             (dict(scales=q.view(-1)[:32].view(torch.float32)[:6].view(2, 3)), ValueError,
              "output shares memory with scales")):
         call = dict(activation=(0, 0, 0), x=x, num_rows=None, q=q, scales=scales,
-                    is_pow2=False) | change
+                    is_pow2=False, is_rowwise=False) | change
         with pytest.raises(error, match=text):
             epmoe._C.quantize_fp8(*call.values())
 

@@ -22,6 +22,7 @@ from rank_processes import process_ranks
 
 E4M3 = torch.float8_e4m3fn
 H, I, E, K, T = 256, 128, 8, 2, 48
+RECIPES = "blockwise", "rowwise"
 
 
 def make(world, device, dtype=torch.bfloat16, data="normal", **options):
@@ -68,7 +69,8 @@ def run_step(ranks, data="normal", dtype=torch.bfloat16, **options):
         everything, mine = inputs(world, device, dtype, data)
         found = step(moe, *(t[mine].contiguous() for t in everything))
         moe.layer.synchronize()
-        alone = make(epmoe.thread_worlds(1)[0], device, dtype, data, **options | {"compute_dtype": None})
+        alone = make(epmoe.thread_worlds(1)[0], device, dtype, data,
+                     **options | {"compute_dtype": None, "fp8_recipe": None})
         x, idx, weight, dy = everything
         leaves = {n: p.detach().double().requires_grad_() for n, p in alone.named_parameters()}
         exact = [t.detach().double().requires_grad_() for t in (x, weight)]
@@ -92,22 +94,27 @@ def errors(results):
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gpt_oss", "gelu", epmoe.SwiGLU(1.3, 3.0, 1)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"wgrad_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"wgrad_dtype": torch.bfloat16},
+                                     {"fp8_recipe": "rowwise"}, {"fp8_recipe": "rowwise", "bias": True},
+                                     {"fp8_recipe": "rowwise", "wgrad_dtype": torch.bfloat16}], ids=str)
 def test_fp8_training_gradients(ranks, activation, options):
     # at a limit, rounding can choose the other side of the kink
     bound = 0.2 if isinstance(activation, epmoe.SwiGLU) else 0.1
     assert max(errors(run_step(ranks, activation=activation, **options))) < bound
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("data, bound", [("heavy", 0.12), ("tiny", 0.1)])
-def test_fp8_training_gradients_of_other_data(ranks, data, bound):
+def test_fp8_training_gradients_of_other_data(ranks, data, bound, recipe):
     """Heavy-tailed numbers and tiny weights.  Gradients of routing weights cancel: they have more error."""
-    found = errors(run_step(ranks, data=data))
+    found = errors(run_step(ranks, data=data, fp8_recipe=recipe))
     assert max(found[:2] + found[3:]) < bound and found[2] < 2 * bound
 
 
 @pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"capacity": 8 * T * K}, {"fused": True},
                                      {"fused": False}, {"rank_invariant": True},
+                                     {"fp8_recipe": "rowwise", "dtype": torch.float16},
+                                     {"fp8_recipe": "rowwise", "capacity": 8 * T * K},
                                      {"combine_mode": "gather", "enable_local_combine": False}], ids=str)
 def test_fp8_training_options(ranks, options):
     assert max(errors(run_step(ranks, **options))) < 0.1
@@ -133,17 +140,19 @@ def check_same_bits(ranks, make_modules):
                 same_bits(a, b, f"result {i}")
 
 
-def test_fp8_training_has_the_same_bits(ranks):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_training_has_the_same_bits(ranks, recipe):
     """In a second run, fused and in stages, with a capacity, and with other max_tokens."""
-    ways = [{}, {}, {"fused": True}, {"fused": False}, {"capacity": 8 * T * K}, {"max_tokens": 3 * T}]
-    check_same_bits(ranks, [lambda w, d, o=o: make(w, d, bias=True, **o) for o in ways])
+    ways = [{}, {}, {"fused": True}, {"fused": False}, {"capacity": 8 * T * K}, {"max_tokens": 300 * T}]
+    check_same_bits(ranks, [lambda w, d, o=o: make(w, d, bias=True, fp8_recipe=recipe, **o) for o in ways])
 
 
-def test_fp8_training_infers_as_it_trains(ranks):
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_training_infers_as_it_trains(ranks, recipe):
     """Inference has the bits of the training forward, and the bits of a token do not depend on the others."""
 
     def run(world, device):
-        moe = make(world, device)
+        moe = make(world, device, fp8_recipe=recipe)
         (x, idx, weight, dy), mine = inputs(world, device)
         x, idx, weight, dy = (t[mine].contiguous() for t in (x, idx, weight, dy))
         y, dx, d_weight, *_ = step(moe, x, idx, weight, dy)
@@ -480,6 +489,8 @@ def test_fp8_training_on_a_rank_alone_without_gradients(ranks):
     ({"compute_dtype": E4M3, "weight_dtype": E4M3}, "ValueError", "weight_dtype"),
     ({"compute_dtype": E4M3, "wgrad_dtype": torch.float16}, "TypeError", "wgrad_dtype"),
     ({"wgrad_dtype": E4M3}, "ValueError", "compute_dtype"),
+    ({"fp8_recipe": "rowwise"}, "ValueError", "compute_dtype"),
+    ({"compute_dtype": E4M3, "fp8_recipe": "tensorwise"}, "ValueError", "rowwise"),
     ({"compute_dtype": E4M3, "token_saving": False}, "ValueError", "token_saving")], ids=str)
 def test_fp8_training_refuses(ranks, options, error, text):
     """What EPMoE does not have with products in FP8 is an error on all ranks."""
@@ -502,13 +513,16 @@ def test_fp8_training_refuses_calls(ranks):
         twice = outcome(lambda: torch.autograd.grad(y, leaf, dy, create_graph=True))
         differs = outcome(lambda: epmoe.EPMoE(H, I, E, K, world, max_tokens=4, device=device,
                                               compute_dtype=E4M3 if world.rank == 0 else None))
+        recipes = outcome(lambda: epmoe.EPMoE(H, I, E, K, world, max_tokens=4, device=device,
+                                              compute_dtype=E4M3, fp8_recipe=RECIPES[world.rank % 2]))
         moe.finalize()
-        return decodes, twice, differs
+        return decodes, twice, differs, recipes
 
     results = ranks(run, world_size=2, at_least=2)
     check_outcomes([r[0] for r in results], "ValueError", "low-latency")
     check_outcomes([r[1] for r in results], "NotImplementedError", "create_graph")
     check_outcomes([r[2] for r in results], "EpMismatch", "compute_dtype")
+    check_outcomes([r[3] for r in results], "EpMismatch", "rowwise")
 
 
 @pytest.mark.parametrize("where, error, text", [("forward", "TypeError", "x"),
@@ -518,10 +532,10 @@ def test_fp8_training_error_of_one_rank_reaches_all(ranks, monkeypatch, where, e
     """A rank raises before dispatch, between it and combine, or in its backward.  The next step is right."""
     here, quantised = threading.local(), fp8_training._quantized_activation
 
-    def fails(h, offsets, kernel):
+    def fails(*args):
         if getattr(here, "fails", False):
             raise MemoryError("no memory")
-        return quantised(h, offsets, kernel)
+        return quantised(*args)
 
     monkeypatch.setattr(fp8_training, "_quantized_activation", fails)
 

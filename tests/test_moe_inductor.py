@@ -8,7 +8,9 @@ import shutil
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
 import epmoe
@@ -139,3 +141,28 @@ def test_moe_inductor_keeps_other_passes():
     KeepOrder([theirs, theirs])(torch.fx.Graph())
     assert theirs.seen == 3
     assert KeepOrder([theirs, without_uuid]).uuid() is None and KeepOrder(without_uuid).uuid() is None
+
+
+def test_moe_inductor_gets_no_search(ranks):
+    """On GPUs, inductor of torch 2.11 searches a view from the beginning of the tensor of which it is one."""
+
+    def run(world, device):
+        torch._dynamo.reset()
+        moe = epmoe.EPMoE(32, 24, 2 * world.size, 2, world, dtype=torch.float32, device=device, max_tokens=8,
+                          bias=True, capacity=16 * world.size)
+        seen = []
+
+        def note(graph, _):
+            seen.append(graph.code)
+            return make_boxed_func(graph.forward)
+
+        x, weight = torch.randn(8, 32, device=device).requires_grad_(), torch.ones(8, 2, device=device)
+        idx = torch.arange(2, device=device).expand(8, 2)
+        compiled = torch.compile(moe, fullgraph=True, backend=aot_autograd(fw_compiler=note))
+        compiled(x, idx, weight.requires_grad_()).sum().backward()
+        moe.finalize()
+        return seen
+
+    for forward, backward in ranks(run):
+        assert "epmoe.dispatch" in forward and "epmoe.combine" in backward
+        assert "searchsorted" not in forward + backward

@@ -375,6 +375,11 @@ static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     ep_cpu_quantize_rows(p);
     return 0;
 }
+static int rescale(int device, const EpRescaleParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_rescale(p);
+    return 0;
+}
 static int transpose(int device, const EpTransposeParams *p, void *stream) {
     (void)device, (void)stream;
     ep_cpu_transpose(p);
@@ -419,6 +424,7 @@ const EpBackend ep_cpu_backend = {
     .move_choices = move_choices,
     .map_choices = map_choices,
     .quantize = quantize,
+    .rescale = rescale,
     .transpose = transpose,
     .quantize_weight = quantize_weight,
     .expand = expand,

@@ -39,7 +39,7 @@ static void expand_block(const EpExpandParams *p, uint32_t e, uint32_t n, uint32
         expand(&p->weights, p->numbers, sizes, p->dtype, e, n + r, k, num_k, x[r]);
         for (uint32_t c = 0; c < num_k; c++) most = fmaxf(most, fabsf(x[r][c])); /* without NaN */
     }
-    const float scale = ep_quantize_pow2(most), inverse = ep_quantize_pow2_inverse(scale);
+    const float scale = p->to ? p->to[e] : ep_quantize_pow2(most), inverse = ep_quantize_pow2_inverse(scale);
     for (uint32_t r = 0; r < num_n; r++)
         for (uint32_t c = 0; c < num_k; c++)
             p->q[((uint64_t)e * p->n + n + r) * p->k + k + c] = ep_cpu_to_e4m3(x[r][c] * inverse);

@@ -6,6 +6,7 @@
 #include "protocol/wgrad_fp8.h"
 
 void ep_cpu_quantize_rows(const EpQuantizeParams *p);
+void ep_cpu_rescale(const EpRescaleParams *p);
 void ep_cpu_transpose(const EpTransposeParams *p);
 void ep_cpu_quantize_weight(const EpQuantizeWeightParams *p);
 void ep_cpu_expand(const EpExpandParams *p);

@@ -284,6 +284,11 @@ static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     EP_TRY(ep_guard(device, &g));
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_quantize(p, stream), "quantisation kernel"));
 }
+static int rescale(int device, const EpRescaleParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_rescale(p, stream), "rescaling kernel"));
+}
 static int transpose(int device, const EpTransposeParams *p, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
@@ -396,6 +401,7 @@ const EpBackend ep_cuda_backend = {
     .move_choices = move_choices,
     .map_choices = map_choices,
     .quantize = quantize,
+    .rescale = rescale,
     .transpose = transpose,
     .quantize_weight = quantize_weight,
     .expand = expand,

@@ -26,6 +26,7 @@ int ep_launch_gemm(const EpGemmParams *p, const EpGemmScales *scales, const EpFo
                    const EpLowRank *low_rank, const EpOwnColumns *own, void *stream);
 int ep_launch_activation(const EpActivationParams *p, void *stream);
 int ep_launch_quantize(const EpQuantizeParams *p, void *stream);
+int ep_launch_rescale(const EpRescaleParams *p, void *stream);
 int ep_launch_transpose(const EpTransposeParams *p, void *stream);
 int ep_launch_quantize_weight(const EpQuantizeWeightParams *p, void *stream);
 int ep_launch_expand(const EpExpandParams *p, void *stream);

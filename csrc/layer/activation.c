@@ -83,5 +83,6 @@ int ep_activation(const EpActivationArgs *a, void *stream) {
     p.num_cols = (uint32_t)I;
     p.is_f16 = dtype == EP_F16;
     p.activation = ep_act_with_numbers(a->activation);
-    return backend->activation(y->device, &p, stream);
+    EP_TRY(backend->activation(y->device, &p, stream));
+    return quantizes && a->is_rowwise && M ? ep_rescale_rows(a->d_h, p.d_h_scales, p.offsets + L, stream) : 0;
 }

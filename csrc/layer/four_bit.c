@@ -55,17 +55,20 @@ int ep_expand(const EpExpand *a, void *stream) {
     const EpWanted wanted[] = {
         {"weights", numbers, EP_U8, 3, {L, N, K / 2}},
         {"output", a->q, EP_U8, 3, {L, N, K}},
-        {"scales", a->q_scales, EP_F32, 3, {L, ep_gemm_num_blocks(p.n), ep_gemm_num_blocks(p.k)}}};
-    for (uint32_t i = 0; i < 3; i++) EP_TRY(ep_tensor_check(&wanted[i], numbers->kind, numbers->device, 16));
+        {"scales", a->q_scales, EP_F32, 3, {L, ep_gemm_num_blocks(p.n), ep_gemm_num_blocks(p.k)}},
+        {"scales of the experts", a->to, EP_F32, 1, {L, -1, -1}}};
+    for (uint32_t i = 0; i < 4; i++) EP_TRY(ep_tensor_check(&wanted[i], numbers->kind, numbers->device, 16));
     EP_TRY(ep_read_four_bit(a->scales, a->zeros, &sizes, numbers, &p.weights));
     const EpOperand operands[] = {{"output", a->q, true},
                                   {"scales", a->q_scales, true},
                                   {"weights", numbers, false},
                                   {"scales of the weights", a->scales, false},
-                                  {"zeros of the weights", a->zeros, false}};
-    EP_TRY(ep_tensors_apart(operands, a->zeros ? 5 : 4));
+                                  {"zeros of the weights", a->zeros, false},
+                                  {"scales of the experts", a->to, false}};
+    EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
     p.numbers = (const uint8_t *)numbers->data;
     p.q = (uint8_t *)a->q->data;
     p.q_scales = (float *)a->q_scales->data;
+    p.to = a->to ? (const float *)a->to->data : NULL;
     return L ? backend->expand(numbers->device, &p, stream) : 0;
 }

@@ -91,6 +91,8 @@ static int read_scales(const EpGemm *g, const EpGemmParams *p, EpGemmScales *sca
     uint64_t a[4], b[4];
     EP_TRY(read_strides(&rows, g->a->device, a));
     EP_TRY(read_strides(&weights, g->a->device, b));
+    /* One row with a scale of its own is multiplied as many are. */
+    if (p->num_rows == 1) a[0] = (uint64_t)g->a_scale->stride[0];
     const EpGemmScales s = {
         (const float *)g->a_scale->data, (const float *)g->b_scale->data, a[0], a[1], b[0], b[1], b[2]};
     *scales = s;

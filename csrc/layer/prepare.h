@@ -50,6 +50,9 @@ int ep_layer_check_scale(const EpLayer *l, const char *name, const EpTensor *sca
 int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p);
 /* Check what a caller gives as an activation. */
 int ep_check_activation(EpActivation activation);
+/* Give each row of e4m3 numbers [M][K] the largest of its scales [K / 128][M], see EpRescaleParams. num_rows:
+ * NULL, or on the device: the rows that exist. M is not 0. */
+int ep_rescale_rows(const EpTensor *q, float *scales, const int32_t *num_rows, void *stream);
 /* Check a product of low rank that is added to a product whose sizes p has, and fill in low. */
 int ep_check_low_rank(const EpTensor *low_a, const EpTensor *low_b, const EpGemmParams *p, EpBackendKind kind,
                       int device, EpLowRank *low);

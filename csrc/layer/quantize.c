@@ -50,5 +50,7 @@ int ep_quantize(const EpQuantize *a, void *stream) {
     p.q = (uint8_t *)a->q->data;
     p.scales = (float *)a->scales->data;
     p.num_rows = a->num_rows ? (const int32_t *)a->num_rows->data : NULL;
-    return M && K ? backend->quantize(a->x->device, &p, stream) : 0;
+    if (!M || !K) return 0;
+    EP_TRY(backend->quantize(a->x->device, &p, stream));
+    return a->is_rowwise ? ep_rescale_rows(a->q, p.scales, p.num_rows, stream) : 0;
 }

@@ -46,12 +46,14 @@ typedef struct {
 } EpFourBit;
 
 /* Weights of 4 bits to e4m3, with a scale for each block of 128 by 128: each weight, rounded to `dtype`, is
- * quantised as EpQuantizeWeightParams (wgrad_fp8.h) quantises weights in that dtype. */
+ * quantised as EpQuantizeWeightParams (wgrad_fp8.h) quantises weights in that dtype. Or with
+ * given scales. */
 typedef struct {
     const uint8_t *numbers; /* [num][n][k / 2] */
     EpFourBit weights;
     uint8_t *q;         /* [num][n][k] */
     float *q_scales;    /* [num][n / 128][k / 128], rounded up */
+    const float *to;    /* NULL, or [num]: the scale of each matrix, a power of two */
     uint32_t num, n, k; /* n and k are multiples of EP_FOUR_BIT_UNIT */
     uint32_t dtype;     /* EP_BF16 or EP_F16 */
 } EpExpandParams;

@@ -57,8 +57,8 @@ typedef struct {
     const float *a, *b;
     uint64_t a_row, a_k, b_expert, b_n, b_k;
 } EpGemmScales;
-/* Whether an expert's numbers of the product are all multiplied by the same two scales. */
-EP_PURE bool ep_gemm_has_one_scale(const EpGemmScales *s) { return !(s->a_row | s->a_k | s->b_n | s->b_k); }
+/* Whether a row has one scale, and an expert's weights have one. Then sums of products need no scales. */
+EP_PURE bool ep_gemm_scales_sums(const EpGemmScales *s) { return !(s->a_k | s->b_n | s->b_k); }
 /* A GEMM of e4m3. gemm.is_f16 is the dtype of out and bias; gemm.kind is FORWARD. gemm is the first member:
  * an epilogue that knows its address also finds the scales. */
 typedef struct {

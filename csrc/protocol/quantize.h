@@ -1,5 +1,5 @@
 /* quantize.h - rows of float8_e4m3fn with a scale for each 128 numbers: the parameters. Exports
- * EpQuantizeParams and ep_quantize_*; the activations are in activation_math.h.
+ * EpQuantizeParams, EpRescaleParams and ep_quantize_*; the activations are in activation_math.h.
  *
  * The group of a row and 128 columns has scale = most / 448, where most is its largest magnitude, at least
  * 2^-100, and NaN does not count; with is_pow2, the next power of two. A number of it becomes
@@ -27,6 +27,27 @@ typedef struct {
     float slope;      /* of its sigmoid, see ep_quantize_set_activation */
     uint32_t is_pow2; /* scales are powers of two, see ep_quantize_pow2 */
 } EpQuantizeParams;
+
+/* Give numbers of e4m3 one scale for many blocks, in place: a number becomes number * scale / the new scale,
+ * rounded to nearest even. With scales that are powers of two it is the same number, unless it becomes
+ * subnormal. The scale of matrix i, row r and column c is scales[i * scale_matrix + r / rows_of_scale *
+ * scale_row + c / 128 * scale_col]. */
+typedef struct {
+    uint8_t *q;      /* [num][n][k] */
+    float *scales;   /* without `to` they become the new ones */
+    const float *to; /* NULL: each row gets the largest of its scales. [num]: a matrix gets this one */
+    const int32_t
+        *num_rows; /* NULL; or of the rows of all matrices, those from this number on are left alone */
+    uint64_t scale_matrix, scale_row, scale_col;
+    uint32_t num, n, k;
+    uint32_t rows_of_scale; /* without `to` 1 */
+} EpRescaleParams;
+/* The rows to rescale. A wrong number on the device is clamped. */
+EP_PURE uint64_t ep_rescale_num_rows(const EpRescaleParams *p) {
+    const uint64_t all = (uint64_t)p->num * p->n;
+    if (!p->num_rows) return all;
+    return *p->num_rows < 0 ? 0 : (uint64_t)*p->num_rows < all ? (uint64_t)*p->num_rows : all;
+}
 
 /* The scale of numbers of which `most` is the largest magnitude, at least EP_QUANTIZE_LEAST: the least power
  * of two that is not less than most / 448, where 448 = 1.75 * 2^8. Infinity stays infinity. */

@@ -30,16 +30,18 @@ FAST(grouped_gemm) {
     return ep_done(code);
 }
 
-/* (activation, h, d, offsets, row_weight, d_h, weighted, dots, d_h_scale, weighted_scale); see
+/* (activation, h, d, offsets, row_weight, d_h, weighted, dots, d_h_scale, weighted_scale, is_rowwise); see
  * EpActivationArgs */
 FAST(activation) {
     EpTensor t[9];
     EpActivationArgs a = {0};
+    uint32_t is_rowwise;
     int code;
-    WANT(10);
+    WANT(11);
     const EpTensor **const to[] = {&a.h,        &a.d,    &a.offsets,   &a.row_weight,    &a.d_h,
                                    &a.weighted, &a.dots, &a.d_h_scale, &a.weighted_scale};
-    if (!ep_get_activation(args[0], &a.activation)) return NULL;
+    if (!ep_get_activation(args[0], &a.activation) || !ep_get_u32(args[10], &is_rowwise)) return NULL;
+    a.is_rowwise = is_rowwise != 0;
     for (int i = 0; i < 9; i++) /* row_weight and the scales may be None */
         if (!ep_get_tensor(args[1 + i], i == 3 || i >= 7, &t[i], to[i])) return NULL;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[1]);
@@ -47,20 +49,37 @@ FAST(activation) {
     return ep_done(code);
 }
 
-/* (activation, x, num_rows, q, scales, is_pow2): the bytes of FP8 numbers */
+/* (activation, x, num_rows, q, scales, is_pow2, is_rowwise): the bytes of FP8 numbers */
 FAST(quantize_fp8) {
     EpTensor t[4];
     EpQuantize a = {0};
-    uint32_t is_pow2;
+    uint32_t is_pow2, is_rowwise;
     int code;
-    WANT(6);
+    WANT(7);
     const EpTensor **const to[] = {&a.x, &a.num_rows, &a.q, &a.scales};
-    if (!ep_get_activation(args[0], &a.activation) || !ep_get_u32(args[5], &is_pow2)) return NULL;
+    if (!ep_get_activation(args[0], &a.activation) || !ep_get_u32(args[5], &is_pow2) ||
+        !ep_get_u32(args[6], &is_rowwise))
+        return NULL;
     for (int i = 0; i < 4; i++)
         if (!ep_get_tensor(args[1 + i], i == 1, &t[i], to[i])) return NULL;
     a.is_pow2 = is_pow2 != 0;
+    a.is_rowwise = is_rowwise != 0;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[1]);
     WITHOUT_LOCK(code = ep_quantize(&a, stream));
+    return ep_done(code);
+}
+
+/* (q, scales, to); see EpRescaleWeight */
+FAST(rescale_fp8_weight) {
+    EpTensor t[3];
+    EpRescaleWeight a = {0};
+    int code;
+    WANT(3);
+    const EpTensor **const to[] = {&a.q, &a.scales, &a.to};
+    for (int i = 0; i < 3; i++)
+        if (!ep_get_tensor(args[i], false, &t[i], to[i])) return NULL;
+    void *stream = ep_stream_of(t[0].kind, t[0].device, args[0]);
+    WITHOUT_LOCK(code = ep_rescale_weight(&a, stream));
     return ep_done(code);
 }
 
@@ -115,23 +134,24 @@ FAST(device_query) {
                 : Py_BuildValue("IIIO", d.major, d.minor, d.num_sms, d.has_hopper ? Py_True : Py_False);
 }
 
-/* (numbers, scales, zeros, q, q_scales, is_f16); see EpExpand */
+/* (numbers, scales, zeros, q, q_scales, to, is_f16); see EpExpand */
 FAST(expand_fp8) {
-    EpTensor t[5];
+    EpTensor t[6];
     EpExpand a = {0};
     uint32_t is_f16;
     int code;
-    WANT(6);
-    const EpTensor **const to[] = {&a.numbers, &a.scales, &a.zeros, &a.q, &a.q_scales};
-    if (!ep_get_u32(args[5], &is_f16)) return NULL;
-    for (int i = 0; i < 5; i++)
-        if (!ep_get_tensor(args[i], i == 2, &t[i], to[i])) return NULL;
+    WANT(7);
+    const EpTensor **const to[] = {&a.numbers, &a.scales, &a.zeros, &a.q, &a.q_scales, &a.to};
+    if (!ep_get_u32(args[6], &is_f16)) return NULL;
+    for (int i = 0; i < 6; i++)
+        if (!ep_get_tensor(args[i], i == 2 || i == 5, &t[i], to[i])) return NULL;
     a.dtype = is_f16 ? EP_F16 : EP_BF16;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[0]);
     WITHOUT_LOCK(code = ep_expand(&a, stream));
     return ep_done(code);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm),     METHOD(activation),   METHOD(quantize_fp8),
-                                 METHOD(expand_fp8),       METHOD(map_choices),  METHOD(fill_expert_map),
-                                 METHOD(gemm_has_counter), METHOD(device_query), {NULL, NULL, 0, NULL}};
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm),       METHOD(activation),       METHOD(quantize_fp8),
+                                 METHOD(rescale_fp8_weight), METHOD(expand_fp8),       METHOD(map_choices),
+                                 METHOD(fill_expert_map),    METHOD(gemm_has_counter), METHOD(device_query),
+                                 {NULL, NULL, 0, NULL}};

@@ -20,7 +20,7 @@ from ..comm.error_propagation import reporting
 from ..gemm.activations import Kernel, as_kernel, out_columns
 from ..gemm.grouped import DGRAD, aligned
 from ..gemm.weight_gradients import gradient_of, deferred_wgrad_of
-from ..torch_modes import check_mode, implement, is_watched, new_size, record_gradient
+from ..torch_modes import check_mode, implement, is_watched, new_size, num_not_after, record_gradient
 
 if TYPE_CHECKING:
     from .fused import EpAll2AllFusedOp
@@ -275,7 +275,7 @@ def _existing(layer: EPAll2AllLayer, plan: Tensor, num_rows: int) -> Tensor | No
     counts = plan.narrow(0, layer._plan_front["counts"], layer.world_size * layer.num_experts)
     filled = counts.view(layer.world_size, -1).narrow(1, first, num).sum(0)
     row = torch.arange(num_rows, device=plan.device, dtype=torch.int32)
-    expert = torch.searchsorted(offsets[1:], row, right=True)  # L after the last expert's rows
+    expert = num_not_after(offsets[1:], row)  # L after the last expert's rows
     known = expert.clamp(max=num - 1)
     return (expert < num) & (row - offsets[known] < filled[known])
 

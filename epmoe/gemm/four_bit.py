@@ -275,6 +275,21 @@ def dequantize(format: Format, numbers: Tensor, scales: Tensor, zeros: Tensor | 
     return (values * factors[..., None]).flatten(-2).to(dtype)
 
 
+def expert_scale(format: Format, scales: Tensor) -> Tensor:
+    """Return [L] float32: a power of two for each expert, times which 448 is not less than any weight.
+
+    It is found from the scales [L, ..] alone, for the largest codes that there are.  NaN if a scale is no
+    finite number.
+    """
+    if isinstance(format, Mxfp4):  # 6 * 2^(byte - 253), and 6 / 448 is less than 2^-6
+        most = scales.flatten(2).amax(2).amax(1)  # in two steps, because a GPU then has work for all its SMs
+        return ((most.int() - 132).clamp_(min=1) << 23).view(torch.float32)
+    least, most = scales.flatten(2).aminmax(dim=2)
+    bound = (15 if format.zero_points else 8) * torch.maximum(least.abs(), most.abs()).amax(1).float()
+    _, exponent = torch.frexp(bound.clamp(2.0**-100, 2.0**100) / 448)
+    return torch.ldexp(torch.ones_like(bound), exponent) + (bound - bound)
+
+
 def _e2m1(codes: Tensor) -> Tensor:
     """Return the numbers of codes in float32.  A CUDA graph may capture it, unlike a table."""
     magnitude = codes & 7

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import _C
 from ..comm.device import capabilities
-from ..torch_modes import call, check_mode, implement, mark_written, record_gradient, requires_grad
+from ..torch_modes import call, check_mode, implement, mark_written, num_not_after, record_gradient
+from ..torch_modes import requires_grad
 from .activations import (Activation, Kernel, activate, activation_of, as_kernel, has_gates, has_gates_first,
                           out_columns)
 from .four_bit import dequantize, format_of
@@ -342,7 +343,7 @@ def _check_scales(x: Tensor, weight: Tensor, a_scale: Tensor | None, b_scale: Te
                 raise ValueError(f"{name}: give it only for rows and weights of float8_e4m3fn, got {x.dtype}")
         return False
     of_rows, of_weights = scale_shapes(x, weight)
-    for name, t, shapes in (("a_scale", a_scale, [of_rows]),
+    for name, t, shapes in (("a_scale", a_scale, [of_rows, [of_rows[0], 1]]),
                             ("b_scale", b_scale, [of_weights, of_weights[:1]])):
         if not isinstance(t, torch.Tensor) or t.dtype != torch.float32 or t.layout is not torch.strided:
             got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
@@ -369,7 +370,7 @@ def expand_scales(x: Tensor, weight: Tensor, a_scale: Tensor, b_scale: Tensor) -
     """Return checked scales with one for each block: the tensors themselves, or views of them."""
     of_rows, of_weights = scale_shapes(x, weight)
     if list(a_scale.shape) != of_rows:
-        a_scale = a_scale.reshape(1, 1).expand(of_rows)
+        a_scale = a_scale.reshape(-1, 1).expand(of_rows)
     if list(b_scale.shape) != of_weights:
         b_scale = b_scale.reshape(-1, 1, 1).expand(of_weights)
     return a_scale, b_scale
@@ -393,7 +394,7 @@ def add_bias(y: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     row = torch.arange(len(y), device=y.device, dtype=torch.int32)
     # Rows of no expert are before the first expert's (here -1) or after the last one's (here L): both get
     # row L of `wide`, which is zero.
-    expert = (torch.searchsorted(offsets, row, right=True) - 1) % (len(bias) + 1)
+    expert = (num_not_after(offsets, row) - 1) % (len(bias) + 1)
     # In float32 and rounded once.  So is the gradient of the bias, a sum over all rows of its expert.
     wide = F.pad(bias.to(torch.promote_types(y.dtype, torch.float32)), (0, 0, 0, 1))
     # wide[expert] has the same gradient, but its backward adds the rows of an expert one after the other. So
@@ -432,8 +433,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
     the product with the weights in 16 bits, each rounded once.  N and K are multiples of 64.  No
     gradients.
 
-    FP8 with one scale of all rows, and one of each expert: the tensor cores of Hopper add up all products,
-    which is faster.  Elsewhere, and with few rows, the sums are as above.
+    FP8 with one scale for each row, or for all, and one for each expert: the tensor cores of Hopper add up
+    all products, which is faster.  Elsewhere, and with few rows that share one scale, the sums are as above.
 
     Args:
         x: [M, K]: first all rows of expert 0, then of expert 1, and so on.
@@ -446,7 +447,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor | None = None, *, off
         activation: None, or one of reference.activate, which says in what order the weights have gates and
             ups.
         row_weight: None, or [M] of any floating-point dtype; applied as float32.
-        a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row; or one number.
+        a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row; or [M, 1], one
+            for each row; or one number.
         b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128; or
             [L], one for each expert; or one number.  For 4 bits: uint8 for MXFP4 and x's dtype for
             INT4, [L, N / 64, ceil(K / 256), 64 * 256 / group], as epmoe.gemm.four_bit makes them.  Nothing

@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("quantize_fp8(Tensor x, Tensor? num_rows, float[] activation, bool "
-            "pow2=False) -> (Tensor, Tensor)")
+            "pow2=False, bool rowwise=False) -> (Tensor, Tensor)")
 
 
 def _check_input(x: Tensor, num_dims: int, shape: str) -> None:
@@ -57,15 +57,19 @@ def _quantize_by_torch(x: Tensor, activation: Kernel, pow2: bool = False) -> tup
     return (groups * inverse).to(torch.float8_e4m3fn).flatten(1)[:, :x.shape[1]], scales[:, :, 0]
 
 
-def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: Kernel,
-                  pow2: bool = False) -> tuple[Tensor, Tensor]:
+def _quantize_fp8(x: Tensor, num_rows: Tensor | None, activation: Kernel, pow2: bool = False,
+                  rowwise: bool = False) -> tuple[Tensor, Tensor]:
     q, scales = _empty_rows(x, activation)
     if x.device.type == "cpu" or (x.device.type == "cuda" and _C.HAS_CUDA
                                   and capabilities(x.device).major >= 8):
-        _C.quantize_fp8(activation, aligned(x), num_rows, q.view(torch.uint8), scales.t(), pow2)
+        _C.quantize_fp8(activation, aligned(x), num_rows, q.view(torch.uint8), scales.t(), pow2, rowwise)
     else:
         num = len(x) if num_rows is None else min(max(num_rows.item(), 0), len(x))
         q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, pow2)
+        if rowwise:
+            most = scales[:num].amax(1, keepdim=True)
+            ratio = (scales[:num] / most).repeat_interleave(BLOCK, 1)[:, :q.shape[1]]
+            q[:num], scales[:num] = (q[:num].float() * ratio).to(q.dtype), most
     return q, scales
 
 
@@ -73,8 +77,8 @@ implement(_lib, "quantize_fp8", _quantize_fp8)
 
 
 @torch.library.register_fake("epmoe::quantize_fp8", lib=_lib)
-def _(x: Tensor, num_rows: Tensor | None, activation: Kernel,
-      pow2: bool = False) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, num_rows: Tensor | None, activation: Kernel, pow2: bool = False,
+      rowwise: bool = False) -> tuple[Tensor, Tensor]:
     return _empty_rows(x, activation)
 
 
@@ -89,7 +93,7 @@ def _check_num_rows(num_rows: Tensor, x: Tensor) -> None:
 
 
 def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tensor | None = None, *,
-                 pow2: bool = False) -> tuple[Tensor, Tensor]:
+                 pow2: bool = False, rowwise: bool = False) -> tuple[Tensor, Tensor]:
     """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers of a row.
 
     One kernel reads the rows once.  With an activation it quantises the activations of the rows, which are
@@ -108,6 +112,9 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tens
             capacity: rows from this number on are neither read nor written, and the host reads nothing.
         pow2: Round each scale up to a power of two.  Numbers can then get another scale that is a power of
             two without an error, as long as they stay normal.
+        rowwise: With pow2: each scale then becomes the largest one of its row, and the numbers are rounded
+            again if they become subnormal.  grouped_gemm takes scales[:, :1], which is faster on Hopper with
+            one scale for each expert.  On a GPU, K is a multiple of 16.
 
     Returns:
         A tuple (q, scales): [M, K] float8_e4m3fn and [M, ceil(K / 128)] float32, in memory column after
@@ -117,7 +124,8 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tens
 
     Raises:
         ValueError: For a tensor that is not dense, another number of dimensions, an unknown activation, gates
-            for an odd number of columns, and a num_rows of another size or device.
+            for an odd number of columns, a num_rows of another size or device, and rowwise without pow2 or
+            for another K.
         TypeError: For what is not a tensor, and for another dtype.
         RuntimeError: When a gradient of x is wanted.
         NotImplementedError: For a tensor with a tangent of torch.autograd.forward_ad, and inside a transform
@@ -137,6 +145,8 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tens
         DeepSeek-V3 Technical Report, section 3.3.2: 1x128 groups of activations.
     """
     _check_input(x, 2, "rows [M, K]")
+    if rowwise and not pow2:
+        raise ValueError("rowwise: needs pow2=True, so that numbers get another scale without an error")
     kernel = as_kernel(activation)
     if has_gates(kernel) and x.shape[1] % 2:
         raise ValueError(f"activation {activation!r}: wanted as many gates as ups in a row, got rows of "
@@ -145,7 +155,7 @@ def quantize_fp8(x: Tensor, activation: Activation | None = None, num_rows: Tens
         _check_num_rows(num_rows, x)
         num_rows = num_rows.reshape(1)
     check_mode(x, may_batch=True)
-    return call("quantize_fp8", (x.detach().contiguous(), num_rows), kernel, pow2)
+    return call("quantize_fp8", (x.detach().contiguous(), num_rows), kernel, pow2, rowwise)
 
 
 def dequantize_fp8(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -218,8 +228,38 @@ def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return q, scales
 
 
-def expand_fp8(numbers: Tensor, scales: Tensor, zeros: Tensor | None,
-               dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rescale_fp8_weight(q: Tensor, scales: Tensor, expert_scale: Tensor) -> None:
+    """Give weights in FP8 one scale for each expert, in place.
+
+    A number becomes number * its scale / the new one, rounded to nearest even.  With scales that are powers
+    of two it is the same number, unless it becomes subnormal: e4m3 spans 2^15 without.  The CPU and CUDA give
+    the same bits.
+
+    Args:
+        q: [L, N, K] float8_e4m3fn, contiguous.  On a GPU, K is a multiple of 16.
+        scales: [L, ceil(N / 128), ceil(K / 128)] float32, of any strides.
+        expert_scale: [L] float32: the new scales, none of which may be less than the old ones.
+
+    Raises:
+        ValueError: For wrong shapes or devices.
+        TypeError: For wrong dtypes.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe.gemm.quantize import rescale_fp8_weight
+        >>> from epmoe.gemm.wgrad_fp8 import quantize_fp8_weight_pair
+        >>> q, scales, *_ = quantize_fp8_weight_pair(torch.full((1, 16, 256), 7.0))
+        >>> rescale_fp8_weight(q, scales, torch.tensor([0.125]))
+        >>> q[0, 0, 0].item()
+        56.0
+    """
+    if q.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"numbers: wanted torch.float8_e4m3fn, got {q.dtype}")
+    _C.rescale_fp8_weight(q.view(torch.uint8), scales, expert_scale)
+
+
+def expand_fp8(numbers: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype,
+               expert_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return weights of 4 bits in FP8, for products of rows in FP8.
 
     The results have the bits of quantize_fp8_weight_pair of the weights that four_bit.dequantize returns: a
@@ -232,6 +272,7 @@ def expand_fp8(numbers: Tensor, scales: Tensor, zeros: Tensor | None,
         scales: [L, N/64, K/256, 64 * 256/group], K/256 rounded up.
         zeros: None, or uint8, as scales.
         dtype: torch.bfloat16 or torch.float16, to which each weight is rounded first.
+        expert_scale: None, or [L] float32, powers of two: the scale of all blocks of an expert.
 
     Returns:
         A tuple (q, scales): [L, N, K] float8_e4m3fn, [L, N/128, K/128] float32, both rounded up.
@@ -260,6 +301,6 @@ def expand_fp8(numbers: Tensor, scales: Tensor, zeros: Tensor | None,
     q = torch.empty(num, n, k, dtype=torch.float8_e4m3fn, device=numbers.device)
     q_scales = torch.empty(num, -(-n // BLOCK), -(-k // BLOCK), dtype=torch.float32,
                            device=numbers.device)
-    _C.expand_fp8(numbers, scales, rest[0] if rest else None, q.view(torch.uint8), q_scales,
+    _C.expand_fp8(numbers, scales, rest[0] if rest else None, q.view(torch.uint8), q_scales, expert_scale,
                   dtype == torch.float16)
     return q, q_scales

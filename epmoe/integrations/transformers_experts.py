@@ -21,7 +21,7 @@ from ..gemm.four_bit import PACKED_DTYPES
 from ..gemm.grouped import grouped_gemm
 from ..moe import experts as experts_ops
 from ..moe import lora_products
-from ..torch_modes import is_watched, join_backward, without_dynamo
+from ..torch_modes import is_watched, join_backward, num_not_after, without_dynamo
 
 # The names of K in configurations.
 _TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
@@ -345,7 +345,7 @@ def compute_rows(forward, layer, x, idx, weight):
     """
     rows, row_weight, layout = layer.dispatch(x, idx, weight)
     row = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
-    expert = torch.searchsorted(layout.expert_offsets[1:], row, right=True)
+    expert = num_not_after(layout.expert_offsets[1:], row)
     try:
         if len(rows):
             y = forward(rows, expert[:, None], rows.new_ones(len(rows), 1))

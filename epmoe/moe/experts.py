@@ -40,7 +40,7 @@ from ..gemm.activations import KERNELS, Activation, Kernel, as_kernel, out_colum
 from ..gemm.grouped import WGRAD
 from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of, of_one_backward
 from ..torch_modes import check_backward, check_mode, implement, is_batch, is_plain, is_transformed
-from ..torch_modes import is_watched, record_gradient, requires_grad
+from ..torch_modes import is_watched, num_not_after, record_gradient, requires_grad
 
 if TYPE_CHECKING:
     from .balance import Balancer
@@ -316,7 +316,7 @@ def bias_of(layer: EPAll2AllLayer | LowLatencyAll2All, bias: _T) -> _T:
 def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
     """Return [M]: the expert of each row, and L for a row of no expert."""
     row = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
-    return torch.searchsorted(offsets, row, right=True) - 1
+    return num_not_after(offsets, row) - 1
 
 
 # ---- eager: an autograd.Function ----

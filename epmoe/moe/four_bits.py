@@ -97,9 +97,17 @@ class FourBits(WeightFormat):
         """Return the weights of a name [L, N, K] in the layer's dtype, each rounded once."""
         return four_bit.dequantize(self.format, *self._packed(moe, name), self.dtype)
 
-    def expanded(self, moe: EPMoE, name: str) -> tuple[Tensor, Tensor]:
-        """Return the weights of a name [L, N, K] in FP8, and the scales of their blocks, for this call."""
-        return expand_fp8(*self._packed(moe, name), self.dtype)
+    def expanded(self, moe: EPMoE, rowwise: bool, name: str) -> tuple[Tensor, Tensor]:
+        """Return the weights of a name [L, N, K] in FP8, and the scales of their blocks, for this call.
+
+        rowwise: all blocks of an expert have one scale, for the largest weight that its scales allow.
+        """
+        packed = self._packed(moe, name)
+        if not rowwise:
+            return expand_fp8(*packed, self.dtype)
+        to = four_bit.expert_scale(self.format, packed.scales)
+        q, scales = expand_fp8(*packed, self.dtype, to)
+        return q, to[:, None, None].expand_as(scales)
 
     def _packed(self, moe: EPMoE, name: str) -> Packed:
         return Packed(getattr(moe, name).detach(), getattr(moe, name + SCALES).detach(),

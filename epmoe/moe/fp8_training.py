@@ -1,8 +1,10 @@
 """The experts of EPMoE with products in FP8 and parameters in 16 bits: forward and backward.
 
-Recipe: that of DeepSeek-V3.  Rows have a scale for each 128 numbers of a row, weights one for each block of
-128 by 128.  All scales are powers of two, so a row can get another scale without an error.  Tokens, and
-gradients of the output, are quantised at their rank and travel in FP8; combine returns sums in 16 bits.
+Recipes.  "blockwise", that of DeepSeek-V3: rows have a scale for each 128 numbers of a row, weights one for
+each block of 128 by 128.  "rowwise": what was quantised so then gets one scale for each row, and one for each
+expert, so that the tensor cores add up whole products.  All scales are powers of two, so a row can get
+another scale without an error.  Tokens, and gradients of the output, are quantised at their rank and travel
+in FP8; combine returns sums in 16 bits.
 
     step        products in FP8                          in 16 bits or float32
     forward     h = rows @ gate_up.T + bias              activation, in float32, quantised
@@ -25,7 +27,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,7 @@ from ..a2a.ops import count_products, expert_offsets, row_dots, saved_tensors
 from ..comm.error_propagation import reporting
 from ..gemm.activations import Kernel, as_kernel
 from ..gemm.grouped import FP8_BLOCK, grouped_gemm
-from ..gemm.quantize import dequantize_fp8, quantize_fp8
+from ..gemm.quantize import dequantize_fp8, quantize_fp8, rescale_fp8_weight
 from ..gemm.weight_gradients import (Factors, deferred_wgrad_of, gradient_of, gradient_of_factors,
                                      of_one_backward)
 from ..gemm.wgrad_fp8 import grouped_wgrad_fp8, quantize_fp8_weight_pair, transpose_fp8
@@ -55,9 +57,10 @@ if TYPE_CHECKING:
     from .weights import WeightFormat
 
 E4M3 = torch.float8_e4m3fn
+Recipe: TypeAlias = Literal["blockwise", "rowwise"]
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 NO_COPIES = "token_saving=False with compute_dtype in FP8: leave token_saving out"
-Quantized = tuple[Tensor, Tensor]  # weights in FP8, and their scales
+Quantized = tuple[Tensor, Tensor]  # weights or rows in FP8, and their scales
 Pair = tuple[Tensor, Tensor, Tensor, Tensor]  # the same, and transposed; see quantize_fp8_weight_pair
 
 _num_steps = 0  # of all optimizers of this process
@@ -70,12 +73,16 @@ def _after_step(*_: Any) -> None:
 
 
 def check_compute_dtype(compute_dtype: torch.dtype | None, format: WeightFormat, hidden: int, inner: int,
-                        token_saving: bool, wgrad_dtype: torch.dtype | None) -> bool:
+                        token_saving: bool, wgrad_dtype: torch.dtype | None,
+                        fp8_recipe: Recipe | None = None) -> bool:
     """Return whether products are in FP8, or raise for what EPMoE does not have."""
     dtype = format.dtype
+    if fp8_recipe not in (None, "blockwise", "rowwise"):
+        raise ValueError(f"fp8_recipe {fp8_recipe!r}: must be \"blockwise\", \"rowwise\" or None")
     if compute_dtype in (None, dtype):
-        if wgrad_dtype not in (None, dtype):
-            raise ValueError(f"wgrad_dtype {wgrad_dtype}: is for compute_dtype=torch.float8_e4m3fn")
+        for name, given in (("wgrad_dtype", wgrad_dtype not in (None, dtype)), ("fp8_recipe", fp8_recipe)):
+            if given:
+                raise ValueError(f"{name}: is for compute_dtype=torch.float8_e4m3fn: leave it out")
         return False
     if compute_dtype != E4M3:
         raise TypeError(f"compute_dtype {compute_dtype}: must be torch.float8_e4m3fn, or None: dtype, "
@@ -119,7 +126,8 @@ class QuantizedWeight:
     each replay, because the weight may change between replays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rowwise: bool = False) -> None:
+        self._rowwise = rowwise
         # A weak reference to the memory of the weight. With one to the weight itself, torch would not swap it
         # (torch.__future__.set_swap_module_params_on_conversion).
         self._memory: Callable[[], Any] = lambda: None
@@ -135,13 +143,13 @@ class QuantizedWeight:
         """
         weights = p if shape is None else p.detach().view(shape)
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
-            return quantize_fp8_weight_pair(weights)
+            return _quantize_weights(weights, self._rowwise)
         counts = not is_sharded and not p.is_inference()  # whether changes count, in p._version
         version = id(p), p.data_ptr(), p._version if counts else 0, _num_steps
         memory = p.untyped_storage()
         if self._pair is None or self._memory() is not memory or version != self._version or not counts:
             self._pair = None  # frees the old ones first
-            self._pair, self._memory = quantize_fp8_weight_pair(weights), weakref.ref(memory)
+            self._pair, self._memory = _quantize_weights(weights, self._rowwise), weakref.ref(memory)
             self._version = version
         return self._pair
 
@@ -149,10 +157,27 @@ class QuantizedWeight:
         self._pair = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
-        return QuantizedWeight()
+        return QuantizedWeight(self._rowwise)
 
-    def __reduce__(self) -> tuple[type[QuantizedWeight], tuple[()]]:
-        return QuantizedWeight, ()
+    def __reduce__(self) -> tuple[type[QuantizedWeight], tuple[bool]]:
+        return QuantizedWeight, (self._rowwise,)
+
+
+def _quantize_weights(weights: Tensor, rowwise: bool) -> Pair:
+    q, scales, q_t, scales_t = quantize_fp8_weight_pair(weights)
+    if rowwise:
+        to = scales.flatten(1).amax(1)
+        rescale_fp8_weight(q, scales, to)
+        rescale_fp8_weight(q_t, scales_t, to)
+        scales, scales_t = (to[:, None, None].expand_as(s) for s in (scales, scales_t))
+    return q, scales, q_t, scales_t
+
+
+def _multiply(rows: Tensor, scales: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, offsets: Tensor,
+              rowwise: bool, dtype: torch.dtype) -> Tensor:
+    if rowwise:  # a view whose stride says that a row has one scale
+        scales = scales.as_strided(scales.shape, (scales.stride(0), 0))
+    return grouped_gemm(rows, w, offsets=offsets, bias=bias, a_scale=scales, b_scale=w_scale, out_dtype=dtype)
 
 
 # The gradient of weights [L, N, K] from rows [M, N] and [M, K] in FP8; see grouped_wgrad_fp8 for out.
@@ -212,23 +237,24 @@ class ActivationGradient(NamedTuple):
 
 
 def activation_gradient(kernel: Kernel, h: Tensor, d: Tensor, offsets: Tensor, row_weight: Tensor | None,
-                        in_16_bits: bool) -> ActivationGradient:
+                        in_16_bits: bool, rowwise: bool = False) -> ActivationGradient:
     """Compute the gradient of h [M, N], where that of the activation, without row_weight, is d [M, I].
 
-    in_16_bits: whether the results are wanted in 16 bits, too.  Otherwise one kernel computes and quantises
-    them, where each half of N is a multiple of 128.  d may be overwritten.
+    rowwise: see quantize_fp8; of d_h alone.  in_16_bits: whether the results are wanted in 16 bits, too.
+    Otherwise one kernel computes and quantises them, where each half of N is a multiple of 128.  d may be
+    overwritten.
     """
     dots = h.new_empty(h.shape[0], dtype=torch.float32)
     if not in_16_bits and d.shape[1] % FP8_BLOCK == 0:
         q_h, q_y = (torch.empty_like(t, dtype=torch.float8_e4m3fn) for t in (h, d))
         scales = [t.new_empty(t.shape[1] // FP8_BLOCK, t.shape[0], dtype=torch.float32) for t in (h, d)]
         _C.activation(kernel, h, d, offsets, row_weight, q_h.view(torch.uint8), q_y.view(torch.uint8), dots,
-                      *scales)
+                      scales[0], scales[1], rowwise)
         return ActivationGradient(dots, (q_h, scales[0].t()), lambda: (q_y, scales[1].t()))
     d_h = torch.empty_like(h)
-    _C.activation(kernel, h, d, offsets, row_weight, d_h, d, dots, None, None)
+    _C.activation(kernel, h, d, offsets, row_weight, d_h, d, dots, None, None, False)
     weighted = d  # the weighted rows of the activation take the place of the product
-    return ActivationGradient(dots, quantize_fp8(d_h, num_rows=offsets[-1:], pow2=True),
+    return ActivationGradient(dots, quantize_fp8(d_h, num_rows=offsets[-1:], pow2=True, rowwise=rowwise),
                               lambda: quantize_fp8(weighted, num_rows=offsets[-1:], pow2=True), d_h, weighted)
 
 
@@ -244,9 +270,11 @@ def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_wei
     layout, _, num_rows = layer._prepare(_C.OP_PLAN, x, topk_idx, weight, None, None, 0)
     with reporting(layer, _C.OP_DISPATCH, layout.buffer, layout.plan, num_rows < 0):
         with torch.no_grad():
+            rowwise = moe.fp8_recipe == "rowwise"
             if isinstance(moe._format, FourBits):
                 return _forward(layer, x, weight, parameters, layout, num_rows,
-                                functools.partial(moe._format.expanded, moe), kernel, False)[0], layout
+                                functools.partial(moe._format.expanded, moe, rowwise), kernel, rowwise,
+                                False)[0], layout
             up, down = moe._quantized["gate_up_proj"], moe._quantized["down_proj"]
             is_sharded = may_be_sharded(moe)
             if moe._computed:  # by a parametrization, which may give other numbers each time it is asked
@@ -254,10 +282,10 @@ def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_wei
             else:
                 pairs = up.of(moe.gate_up_proj, is_sharded), down.of(moe.down_proj, is_sharded)
         if requires_grad(x, weight, *parameters):
-            return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel,
+            return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel, rowwise,
                                      moe.wgrad_dtype != E4M3), layout
         return _forward(layer, x, weight, parameters, layout, num_rows, _forward_weights(pairs), kernel,
-                        False)[0], layout
+                        rowwise, False)[0], layout
 
 
 def _forward_weights(pairs: tuple[Pair, Pair]) -> Callable[[str], Quantized]:
@@ -265,7 +293,7 @@ def _forward_weights(pairs: tuple[Pair, Pair]) -> Callable[[str], Quantized]:
 
 
 def _forward(layer: EPAll2AllLayer, x: Tensor, weight: Tensor, parameters: Weights, layout: EPLayout,
-             num_rows: int, quantized: Callable[[str], Quantized], kernel: Kernel,
+             num_rows: int, quantized: Callable[[str], Quantized], kernel: Kernel, rowwise: bool,
              with_grad: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run the experts.  Returns (y, rows, their scales, h, row_weight, recv).
 
@@ -276,32 +304,33 @@ def _forward(layer: EPAll2AllLayer, x: Tensor, weight: Tensor, parameters: Weigh
                           for b in (parameters[1], parameters[3]))
     plan, buffer = layout.plan, layout.buffer
     offsets = expert_offsets(layer, plan)
-    x8, x_scale = quantize_fp8(x.detach(), pow2=True)
+    x8, x_scale = quantize_fp8(x.detach(), pow2=True, rowwise=rowwise)
     h, rows, row_scale, row_weight, recv = _dispatch_and_multiply(
-        layer, x8, x_scale, weight, plan, buffer, num_rows, *quantized("gate_up_proj"), up_bias, with_grad)
+        layer, x8, x_scale, weight, plan, buffer, num_rows, *quantized("gate_up_proj"), up_bias, rowwise,
+        with_grad)
     layer._set_dispatched(layout, h, recv)
     assert row_weight is not None
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
-        a, a_scale = _quantized_activation(h, offsets, kernel)
+        a, a_scale = _quantized_activation(h, offsets, kernel, rowwise)
         y, _ = _multiply_and_combine(layer, a, a_scale, *quantized("down_proj"), down_bias, row_weight, None,
-                                     plan, recv, buffer, x.shape[0], with_grad)
+                                     plan, recv, buffer, x.shape[0], rowwise, with_grad)
     return y, rows, row_scale, h, row_weight, recv
 
 
-def _quantized_activation(h: Tensor, offsets: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def _quantized_activation(h: Tensor, offsets: Tensor, kernel: Kernel, rowwise: bool) -> tuple[Tensor, Tensor]:
     """Return the activation of gate and up, in FP8, with its scales."""
-    return torch.ops.epmoe.quantize_fp8(h, offsets[-1:], kernel, True)
+    return torch.ops.epmoe.quantize_fp8(h, offsets[-1:], kernel, True, rowwise)
 
 
 def _dispatch_and_multiply(layer: EPAll2AllLayer, x: Tensor, x_scale: Tensor, weight: Tensor | None,
                            plan: Tensor, buffer: int, num_rows: int, w: Tensor, w_scale: Tensor,
-                           bias: Tensor | None, with_grad: bool
+                           bias: Tensor | None, rowwise: bool, with_grad: bool
                            ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Send tokens in FP8, and multiply the rows by weights [L, N, H].
 
     Returns the products in the layer's dtype, the rows, their scales, their weights, and recv.
     """
-    if isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_fp8(w):
+    if not rowwise and isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_fp8(w):
         out, rows, row_weight, recv, row_scale = layer._dispatch_gemm(
             x, weight, plan, w, bias, buffer, num_rows, as_kernel(None), with_grad, x_scale, w_scale)
         assert rows is not None and row_scale is not None
@@ -311,23 +340,21 @@ def _dispatch_and_multiply(layer: EPAll2AllLayer, x: Tensor, x_scale: Tensor, we
                                                         x_scale=x_scale)
     assert row_scale is not None
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
-        out = grouped_gemm(rows, w, offsets=expert_offsets(layer, plan), bias=bias, a_scale=row_scale,
-                           b_scale=w_scale, out_dtype=layer.dtype)
+        out = _multiply(rows, row_scale, w, w_scale, bias, expert_offsets(layer, plan), rowwise, layer.dtype)
     return out, rows, row_scale, row_weight, recv
 
 
 def _multiply_and_combine(layer: EPAll2AllLayer, a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor,
                           bias: Tensor | None, row_weight: Tensor | None, row_scalar: Tensor | None,
-                          plan: Tensor, recv: Tensor, buffer: int, num_tokens: int,
+                          plan: Tensor, recv: Tensor, buffer: int, num_tokens: int, rowwise: bool,
                           with_grad: bool) -> tuple[Tensor, Tensor | None]:
     """Multiply rows in FP8 by weights [L, H, K], and add the products up.  Returns the sums and scalars."""
-    if isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_fp8(w, is_first=False):
+    if not rowwise and isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_fp8(w, is_first=False):
         y, _, scalar = layer._gemm_combine(a, w, bias, row_weight, plan, recv, buffer, num_tokens, with_grad,
                                            a_scale, w_scale, row_scalar)
         count_products(a, expert_offsets(layer, plan), w)
         return y, scalar
-    rows = grouped_gemm(a, w, offsets=expert_offsets(layer, plan), bias=bias, a_scale=a_scale,
-                        b_scale=w_scale, out_dtype=layer.dtype)
+    rows = _multiply(a, a_scale, w, w_scale, bias, expert_offsets(layer, plan), rowwise, layer.dtype)
     return layer._combine(rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad)
 
 
@@ -337,12 +364,13 @@ class _Fp8Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
                 down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, layout: EPLayout,
-                num_rows: int, pairs: tuple[Pair, Pair], kernel: Kernel, wgrad_in_16_bits: bool) -> Tensor:
+                num_rows: int, pairs: tuple[Pair, Pair], kernel: Kernel, rowwise: bool,
+                wgrad_in_16_bits: bool) -> Tensor:
         y, rows, row_scale, h, row_weight, recv = _forward(
             layer, x, weight, (gate_up, gate_up_bias, down, down_bias), layout, num_rows,
-            _forward_weights(pairs), kernel, True)
+            _forward_weights(pairs), kernel, rowwise, True)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
-        ctx.wgrad_in_16_bits = wgrad_in_16_bits
+        ctx.rowwise, ctx.wgrad_in_16_bits = rowwise, wgrad_in_16_bits
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
         # The transposed weights are kept, too: those of the next version have other memory.
         ctx.transposed = pairs[0][2:], pairs[1][2:]
@@ -353,7 +381,7 @@ class _Fp8Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with of_one_backward(*ctx.deferred_wgrads):
-            return *_backward(ctx, ctx.layer, dy), *[None] * 6
+            return *_backward(ctx, ctx.layer, dy), *[None] * 7
 
 
 def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -370,12 +398,12 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
             raise NotImplementedError("create_graph=True: the experts have no second derivatives in FP8: use "
                                       "dtype=torch.float32")
         offsets = expert_offsets(layer, plan)
-        dy8, dy_scale = quantize_fp8(dy, pow2=True)
+        dy8, dy_scale = quantize_fp8(dy, pow2=True, rowwise=ctx.rowwise)
         d, g, g_scale, _, _ = _dispatch_and_multiply(layer, dy8, dy_scale, None, plan, buffer, h.shape[0],
-                                                     down_t, down_t_scale, None, False)
+                                                     down_t, down_t_scale, None, ctx.rowwise, False)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         found = activation_gradient(ctx.kernel, h, d, offsets, row_weight,
-                                    ctx.wgrad_in_16_bits or of_gate_up_bias)
+                                    ctx.wgrad_in_16_bits or of_gate_up_bias, ctx.rowwise)
         dots = found.dots
         ctx.maybe_clear_saved_tensors()
         del h, d
@@ -396,7 +424,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
             d_down_bias = torch.ops.epmoe.sum_of_rows(g16, row_weight, offsets).to(down_bias.dtype)
         # Also where this rank wants neither: another rank may want one, and waits for the rows of all.
         dx, d_weight = _multiply_and_combine(layer, d_h8, d_h_scale, up_t, up_t_scale, None, None, dots, plan,
-                                             recv, buffer, ctx.num_tokens, False)
+                                             recv, buffer, ctx.num_tokens, ctx.rowwise, False)
     if of_gate_up and ctx.wgrad_in_16_bits:
         d_gate_up = gradient_of(deferred_up, found.d_h, dequantize_fp8(rows, row_scale, dtype), offsets)
     elif of_gate_up:

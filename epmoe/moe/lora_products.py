@@ -514,7 +514,7 @@ def _gradient_and_activation(h: Tensor, d: Tensor, activation: Activation,
     """Return the gradient of h where that of activation(h) is d, and activation(h)."""
     d_h, a, dots = torch.empty_like(h), torch.empty_like(d), h.new_empty(len(h), dtype=torch.float32)
     _C.activation(as_kernel(activation), aligned(h), aligned(d), aligned(offsets), None, d_h, a, dots, None,
-                  None)
+                  None, False)
     return d_h, a
 
 

@@ -169,6 +169,7 @@ class EPMoEOptions(TypedDict, total=False):
     dispatch_dtype: torch.dtype | None
     compute_dtype: torch.dtype | None
     wgrad_dtype: torch.dtype | None
+    fp8_recipe: fp8_training.Recipe | None
     delay_wgrad_compute: bool
     fuse_wgrad_accumulation: bool
     num_chunks: int | None
@@ -282,6 +283,10 @@ class EPMoE(nn.Module):
             weights of 16 bits, and of 4 bits.
         wgrad_dtype: With compute_dtype, that of the products that are the gradients of the weights: dtype, or
             None: compute_dtype.
+        fp8_recipe: With compute_dtype in FP8, "blockwise" (or None): a scale for each 128 numbers of a row
+            and for each block of 128 by 128 of the weights, as DeepSeek-V3 has; or "rowwise": one for each
+            row and one for each expert, which is faster on Hopper.  The kernels that communicate while they
+            multiply do not have it.
         delay_wgrad_compute: True: the backward leaves the gradients of the weights to backward_dw.
         fuse_wgrad_accumulation: True: add the gradient of a weight p to p.main_grad, which the caller sets, a
             tensor of p's shape and of float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.
@@ -310,6 +315,7 @@ class EPMoE(nn.Module):
         weight_dtype: That of the weights: a dtype, "mxfp4" or an Int4.
         is_fp8: Whether it is that of FP8.
         computes_fp8: Whether compute_dtype is that of FP8.
+        fp8_recipe: "blockwise" or "rowwise", or None without compute_dtype in FP8.
         layer: The communication layer.
         balance: The Balance, or None.
         rank_invariant: As passed.
@@ -354,6 +360,7 @@ class EPMoE(nn.Module):
     is_fp8: bool
     computes_fp8: bool
     wgrad_dtype: torch.dtype | None
+    fp8_recipe: fp8_training.Recipe | None
     num_experts: int
     num_chunks: int | None
     rank_invariant: bool
@@ -383,6 +390,7 @@ class EPMoE(nn.Module):
                  balance: Balance | Literal["auto"] | None = None,
                  weight_dtype: WeightDtype | None = None, dispatch_dtype: torch.dtype | None = None,
                  compute_dtype: torch.dtype | None = None, wgrad_dtype: torch.dtype | None = None,
+                 fp8_recipe: fp8_training.Recipe | None = None,
                  delay_wgrad_compute: bool = False,
                  fuse_wgrad_accumulation: bool = False, num_chunks: int | None = None,
                  rank_invariant: bool = False, capacity: int | None = None, rank: int | None = None,
@@ -432,7 +440,7 @@ class EPMoE(nn.Module):
                 num_physical += world.size * self.balance.slots
                 options["host_counts"] = True
             self.computes_fp8 = fp8_training.check_compute_dtype(compute_dtype, self._format, hidden, inner,
-                                                                 token_saving, wgrad_dtype)
+                                                                 token_saving, wgrad_dtype, fp8_recipe)
             if not self._format.has_gradients and self._has_other_gradients:
                 raise ValueError(f"delay_wgrad_compute and fuse_wgrad_accumulation: weights in "
                                  f"{self._format.title} have no gradients: leave these options out")
@@ -450,7 +458,9 @@ class EPMoE(nn.Module):
         self.weight_dtype = self._format.weight_dtype
         self.is_fp8 = self.weight_dtype == fp8.E4M3
         self.wgrad_dtype = wgrad_dtype or (fp8.E4M3 if self.computes_fp8 else None)
-        self._quantized = {name: fp8_training.QuantizedWeight() for name in WEIGHTS}
+        self.fp8_recipe = (fp8_recipe or "blockwise") if self.computes_fp8 else None
+        self._quantized = {name: fp8_training.QuantizedWeight(fp8_recipe == "rowwise")
+                           for name in WEIGHTS}
         self.num_experts = num_experts
         if layer is not None:
             check_shared(layer, hidden, topk, num_physical, dtype)
@@ -468,8 +478,8 @@ class EPMoE(nn.Module):
                 # The layer does not know these: different experts would give wrong sums.
                 agree(layer.world, f"inner {inner}, activation {activation!r}, bias {bias}, num_experts "
                                    f"{num_experts}, weight_dtype {self.weight_dtype}, dispatch_dtype "
-                                   f"{dispatch_dtype}, compute_dtype {compute_dtype}, num_chunks "
-                                   f"{num_chunks}, {self.balance}",
+                                   f"{dispatch_dtype}, compute_dtype {compute_dtype}, {self.fp8_recipe}, "
+                                   f"num_chunks {num_chunks}, {self.balance}",
                       "rank {rank} has experts of {its}, rank 0 of {first}. Create the module with the same "
                       "arguments on all ranks.")
                 if self.balance is not None:
@@ -1317,7 +1327,7 @@ class EPMoE(nn.Module):
         """Return the sizes for the module's repr."""
         layer = self.layer
         few = "" if self._format.has_gradients else f"weights in {self._format.title}, "
-        few += "products in FP8, " if self.computes_fp8 else ""
+        few += f"products in FP8, {self.fp8_recipe}, " if self.computes_fp8 else ""
         if self._format.sends_fp8 and not self.is_fp8:
             few += "tokens sent in FP8, "
         return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "

@@ -15,7 +15,7 @@ extern EpClusterKernel ep_gemm_low_rank_kernels_bf16[], ep_gemm_low_rank_kernels
 extern EpClusterKernel ep_gemm_narrow_kernels_bf16[], ep_gemm_narrow_kernels_f16[];
 extern EpClusterKernel ep_gemm_narrow_few_kernels_bf16[], ep_gemm_narrow_few_kernels_f16[];
 extern EpClusterKernel ep_gemm_kernels_fp8_bf16[], ep_gemm_kernels_fp8_f16[];
-extern EpClusterKernel ep_gemm_kernels_one_scale_bf16[], ep_gemm_kernels_one_scale_f16[];
+extern EpClusterKernel ep_gemm_kernels_sum_scaled_bf16[], ep_gemm_kernels_sum_scaled_f16[];
 extern EpClusterKernel ep_gemm_kernels_accumulate_bf16[], ep_gemm_kernels_accumulate_f16[];
 
 /* They are 0 when the module is loaded, and after each launch. */
@@ -151,14 +151,16 @@ static int launch_narrow(const EpGemmParams *p, const EpOwnColumns *own, const E
 static bool has_whole_blocks(const EpGemmFp8Params *p) {
     const EpGemmParams *g = &p->gemm;
     return !EP_ACT_IS_GATED(g->activation.kind) || EP_ACT_IS_MIXED(g->activation.kind) ||
-           ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (g->is_small_m ? 32 : 64) == 0;
+           ep_gemm_scales_sums(&p->scales) || g->n / 2 % (g->is_small_m ? 32 : 64) == 0;
 }
 
 static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *stream) {
-    const bool small_m = p->gemm.is_small_m, one = !small_m && ep_gemm_has_one_scale(&p->scales);
+    /* With a scale for each row, the kernel is the same for all sizes, and so are the bits. */
+    const bool sums = ep_gemm_scales_sums(&p->scales) && (p->scales.a_row || !p->gemm.is_small_m);
+    const bool small_m = p->gemm.is_small_m && !sums;
     const uint32_t tile_cols = small_m ? 64 : 256;
-    EpClusterKernel *table = p->gemm.is_f16 ? one ? ep_gemm_kernels_one_scale_f16 : ep_gemm_kernels_fp8_f16
-                             : one          ? ep_gemm_kernels_one_scale_bf16
+    EpClusterKernel *table = p->gemm.is_f16 ? sums ? ep_gemm_kernels_sum_scaled_f16 : ep_gemm_kernels_fp8_f16
+                             : sums         ? ep_gemm_kernels_sum_scaled_bf16
                                             : ep_gemm_kernels_fp8_bf16;
     EpClusterKernel *k = ep_find_kernel(table, 0, &p->gemm, tile_cols);
     uint32_t max_ctas;

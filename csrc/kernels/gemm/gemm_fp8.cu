@@ -29,6 +29,6 @@ template <int BN, bool BY_BLOCK, int ACT, bool F16> static EpClusterKernel fp8_r
         fp8_row<BN, BY_BLOCK, EP_ACT_ANY_GATE, F16>(), fp8_row<BN, BY_BLOCK, EP_ACT_ANY_UNGATED, F16>()
 EpClusterKernel ep_gemm_kernels_fp8_bf16[] = {EP_ROWS(256, true, false), EP_ROWS(64, true, false), {}};
 EpClusterKernel ep_gemm_kernels_fp8_f16[] = {EP_ROWS(256, true, true), EP_ROWS(64, true, true), {}};
-/* One scale of all rows, and one of each expert. */
-EpClusterKernel ep_gemm_kernels_one_scale_bf16[] = {EP_ROWS(256, false, false), {}};
-EpClusterKernel ep_gemm_kernels_one_scale_f16[] = {EP_ROWS(256, false, true), {}};
+/* One scale of each row, or of all, and one of each expert. */
+EpClusterKernel ep_gemm_kernels_sum_scaled_bf16[] = {EP_ROWS(256, false, false), {}};
+EpClusterKernel ep_gemm_kernels_sum_scaled_f16[] = {EP_ROWS(256, false, true), {}};

@@ -76,7 +76,7 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmLowRankConfig
  * has a slot in shared memory that holds the scales of its values. A tile of 256 columns consists of two
  * pieces of 128 columns, and the epilogue writes a piece as it writes a tile of 128 columns of 16 bits.
  *
- * Not BY_BLOCK: one scale for all rows together, and one scale for each expert's weights. */
+ * Not BY_BLOCK: one scale for each row, and one scale for each expert's weights. */
 template <int BN_, bool BY_BLOCK_, int ACT, bool F16>
 struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> Of16Bits;

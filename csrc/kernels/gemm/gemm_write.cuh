@@ -15,8 +15,8 @@ enum {
 
 /* The epilogue of a warp's 16 rows. Input: d, the accumulators. Output: v, 16-bit results, two neighbouring
  * columns in 32 bits; of each group of eight columns, a lane has two of row lane / 4 and two of the row 8
- * below. Steps: the scale of a tensor in FP8; in a forward product bias, activation and row weight; rounding.
- * Whether there is a bias or a row weight is tested once, not per number. */
+ * below. Steps: the scales of the row and the expert in FP8; in a forward product bias, activation and row
+ * weight; rounding. Whether there is a bias or a row weight is tested once, not per number. */
 template <typename C>
 EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 2], const EpGemmParams *p,
                            const EpGemmTile *t, uint32_t row, uint32_t num_rows, uint32_t col0,
@@ -27,9 +27,12 @@ EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 
         for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
     if constexpr (C::FP8 && !C::BY_BLOCK) {
         const EpGemmScales *scales = &((const EpGemmFp8Params *)p)->scales;
-        const float scale = *scales->a * scales->b[t->expert * scales->b_expert];
+        const float of_expert = scales->b[t->expert * scales->b_expert];
+        const uint32_t r = ep_lane_now() / 4, last = num_rows - 1;
+        const float top = scales->a[(row + min(r, last)) * scales->a_row] * of_expert;
+        const float bottom = scales->a[(row + min(r + 8, last)) * scales->a_row] * of_expert;
 #pragma unroll
-        for (int i = 0; i < C::BN / 2; i++) d[i] *= scale;
+        for (int i = 0; i < C::BN / 2; i++) d[i] *= i % 4 < 2 ? top : bottom;
     }
     if (C::KIND == EP_GEMM_FORWARD && p->bias) {
         const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;

@@ -129,7 +129,7 @@ template <typename C> __global__ void __launch_bounds__(EP_EXPAND_THREADS, 3)
             for (int j = 0; j < 16; j++) ep_expand_bound<C::F16>(&bounds, a[i][j]);
         }
     }
-    const float scale = ep_quantize_pow2(ep_expand_largest<C::F16>(&bounds));
+    const float scale = p.to ? p.to[e] : ep_quantize_pow2(ep_expand_largest<C::F16>(&bounds));
     const float inverse = ep_quantize_pow2_inverse(scale);
     if (threadIdx.x == 0) p.q_scales[blockIdx.x] = scale;
     /* Piece c of rows r and r + 1 is at c ^ swizzle, so that few lanes of a store meet in a bank. */

@@ -8,8 +8,7 @@
  * Invariant: the bits are those of cpu/transpose.c. */
 #ifndef EP_TRANSPOSE_CUH
 #define EP_TRANSPOSE_CUH
-#include <cuda_fp8.h>
-
+#include "kernels/quantize/e4m3.cuh"
 #include "kernels/quantize/eight.cuh"
 #include "protocol/wgrad_fp8.h"
 
@@ -164,19 +163,6 @@ template <int DTYPE> __global__ void __launch_bounds__(32 * EpTransposeConfig<DT
 
 /* ---- rows, from e4m3 ---- */
 
-/* A word of four e4m3 numbers, each times a power of two that is at most 1. It is exact in fp16: a number has
- * four bits, and what fp16 cannot represent is far below half of the least e4m3 number. */
-EP_FN uint32_t ep_transpose_shift(uint32_t word, __half2 ratio) {
-    uint32_t pair[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const __half2 h =
-            __half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)(word >> 16 * i), __NV_E4M3));
-        pair[i] = __nv_cvt_halfraw2_to_fp8x2(__half2_raw(__hmul2(h, ratio)), __NV_SATFINITE, __NV_E4M3);
-    }
-    return pair[0] | pair[1] << 16;
-}
-
 /* The scales of the experts: a CTA has those of 128 columns of an expert. Its threads have many loads in
  * flight, because the rows of an expert are many and nothing else hides the latency of a load. */
 #define EP_EXPERT_SCALES_THREADS 256
@@ -244,7 +230,7 @@ __global__ void __launch_bounds__(EP_SHIFT_THREADS, EP_TRANSPOSE_CTAS)
         } else {
             const __half2 factor = __float2half2_rn(ratio);
 #pragma unroll
-            for (int w = 0; w < 4; w++) q[i][w] = is_same ? words[w] : ep_transpose_shift(words[w], factor);
+            for (int w = 0; w < 4; w++) q[i][w] = is_same ? words[w] : ep_e4m3_shift(words[w], factor);
         }
     }
     if (col >= p.num_cols) return;
