@@ -147,6 +147,41 @@ def test_fp8_training_has_the_same_bits(ranks, recipe):
     check_same_bits(ranks, [lambda w, d, o=o: make(w, d, bias=True, fp8_recipe=recipe, **o) for o in ways])
 
 
+@pytest.mark.parametrize("weight_dtype", [None, "mxfp4", epmoe.Int4(32)], ids=str)
+def test_fp8_training_rowwise_has_one_scale_for_a_row_and_an_expert(ranks, monkeypatch, weight_dtype):
+    """All products of rows get such scales, of numbers that have them."""
+    seen, product = [], fp8_training.grouped_gemm
+
+    def note(rows, w, *, a_scale, b_scale, **options):
+        seen.append((a_scale.stride(1), *b_scale.stride()[1:]))
+        return product(rows, w, a_scale=a_scale, b_scale=b_scale, **options)
+
+    monkeypatch.setattr(fp8_training, "grouped_gemm", note)
+
+    def run(world, device):
+        (x, idx, weight, dy), mine = inputs(world, device)
+        part = [t[mine].contiguous() for t in (x, idx, weight, dy)]
+        found = []
+        for recipe in RECIPES:
+            moe = epmoe.EPMoE(H, 256, E, K, world, max_tokens=T, device=device, compute_dtype=E4M3,
+                              fp8_recipe=recipe, weight_dtype=weight_dtype)
+            if found:
+                moe.load_state_dict(state)
+            state = moe.state_dict()
+            with torch.no_grad():
+                found.append(moe(*part[:3]))
+            if weight_dtype is None:
+                step(moe, *part)
+            moe.finalize()
+        return found
+
+    for blockwise, rowwise in ranks(run):
+        assert (blockwise - rowwise).norm() <= 0.02 * blockwise.norm()
+    of_recipe = [strides for strides in seen if 0 in strides]
+    assert of_recipe and all(strides == (0, 0, 0) for strides in of_recipe)
+    assert len(of_recipe) >= len(seen) / 2  # on a GPU with one rank blockwise products may be fused
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fp8_training_infers_as_it_trains(ranks, recipe):
     """Inference has the bits of the training forward, and the bits of a token do not depend on the others."""
