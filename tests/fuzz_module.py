@@ -235,7 +235,7 @@ SIGNATURES = {
                     " or zero act seconds x rows plan weight? row_weight? plan out small tensor"
                     " tensor no no no no small flag",
     "quantize_fp8": "act x num_rows? fp8_x group_scales flag flag",
-    "expand_fp8": "tensor tensor tensor? fp8_x fp8_scale fp8_scale? flag",
+    "expand_fp8": "tensor tensor tensor? fp8_x fp8_scale tensor? flag",
     "rescale_fp8_weight": "fp8_x fp8_scale fp8_scale",
     "map_choices": "idx tensor idx small",
     "fill_expert_map": "tensor tensor tensor tensor",

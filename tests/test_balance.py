@@ -263,6 +263,23 @@ def keeps(world, device):
         with FlopCounterMode(display=False) if world.rank == 0 else contextlib.nullcontext():
             infer(moe)
 
+    def exchange():
+        memory = moe.down_proj.data
+        moe.down_proj.data = memory.clone()
+        infer(moe, 1, (6, 7))
+        moe.down_proj.data = memory
+
+    def restore():
+        moe.down_proj.data = moe.down_proj.data.clone()
+        infer(moe)
+        backward(*pending)
+
+    def fused_step():
+        for p in moe.parameters():
+            p.grad = torch.zeros_like(p)
+        torch.optim.AdamW(moe.parameters(), lr=0.0, fused=True).step()
+        moe.zero_grad()
+
     for name, event in (
             ("nothing", lambda: None),
             ("a call with other experts", lambda: infer(moe, 1, (6, 7))),
@@ -276,6 +293,9 @@ def keeps(world, device):
             ("a backward", lambda: backward(*pending)),
             ("another module with the same weights", lambda: infer(twin, 1, (6, 7))),
             ("a call that fails on rank 0", fail),
+            ("other memory and back", exchange),
+            ("a backward into other memory", restore),
+            ("a fused step", fused_step),
             ("a load", lambda: moe.load_state_dict(plain.state_dict())),
             ("a copy", lambda: copy.deepcopy(moe)(*batch(moe)))):
         pending = forward(moe, 1, (6, 7))
@@ -297,6 +317,25 @@ def test_weights_travel_once_without_gradients(ranks):
     kept = {name for seen in found for name, is_kept in seen.items() if is_kept}
     assert kept == ({"nothing", "a call with other experts", "a call without help", "a copy"}
                     if ranks.size() > 1 else set())
+
+
+def made_elsewhere(world, device):
+    """Modules that were made in inference mode, and under another default device."""
+    want = infer(plain := make(world, device, balance=None, rank_invariant=True))
+    plain.finalize()
+    for context in (torch.inference_mode(), torch.device("meta")):
+        with context:
+            moe = epmoe.EPMoE(HIDDEN, INNER, 8, K, world, bias=True, max_tokens=64, rank_invariant=True,
+                              balance=BALANCE, device=device)
+        with torch.inference_mode():
+            fill(moe)
+        for _ in range(2):
+            same_bits(infer(moe), want, "a call")
+        moe.finalize()
+
+
+def test_balance_of_modules_made_elsewhere(ranks):
+    ranks(made_elsewhere)
 
 
 def at_random(world, device, seed, balance=BALANCE):

@@ -29,7 +29,7 @@ typedef struct {
 } EpQuantizeParams;
 
 /* Give numbers of e4m3 one scale for many blocks, in place: a number becomes number * scale / the new scale,
- * rounded to nearest even. With scales that are powers of two it is the same number, unless it becomes
+ * rounded to nearest even. All scales are powers of two, so it is the same number, unless it becomes
  * subnormal. The scale of matrix i, row r and column c is scales[i * scale_matrix + r / rows_of_scale *
  * scale_row + c / 128 * scale_col]. */
 typedef struct {

@@ -370,7 +370,10 @@ def expand_scales(x: Tensor, weight: Tensor, a_scale: Tensor, b_scale: Tensor) -
     """Return checked scales with one for each block: the tensors themselves, or views of them."""
     of_rows, of_weights = scale_shapes(x, weight)
     if list(a_scale.shape) != of_rows:
+        is_of_all = a_scale.dim() < 2  # the kernel is then that of one scale for all rows, also for one row
         a_scale = a_scale.reshape(-1, 1).expand(of_rows)
+        if is_of_all and x.shape[0] == 1:
+            a_scale = a_scale.as_strided(of_rows, (0, 0))
     if list(b_scale.shape) != of_weights:
         b_scale = b_scale.reshape(-1, 1, 1).expand(of_weights)
     return a_scale, b_scale

@@ -231,14 +231,14 @@ def quantize_fp8_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 def rescale_fp8_weight(q: Tensor, scales: Tensor, expert_scale: Tensor) -> None:
     """Give weights in FP8 one scale for each expert, in place.
 
-    A number becomes number * its scale / the new one, rounded to nearest even.  With scales that are powers
-    of two it is the same number, unless it becomes subnormal: e4m3 spans 2^15 without.  The CPU and CUDA give
-    the same bits.
+    A number becomes number * its scale / the new one, rounded to nearest even.  All scales are powers of two,
+    so it is the same number, unless it becomes subnormal: e4m3 spans 2^15 without.  The CPU and CUDA then
+    give the same bits.
 
     Args:
         q: [L, N, K] float8_e4m3fn, contiguous.  On a GPU, K is a multiple of 16.
         scales: [L, ceil(N / 128), ceil(K / 128)] float32, of any strides.
-        expert_scale: [L] float32: the new scales, none of which may be less than the old ones.
+        expert_scale: [L] float32: the new scales, powers of two, none less than the old ones.
 
     Raises:
         ValueError: For wrong shapes or devices.

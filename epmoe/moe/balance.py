@@ -45,7 +45,7 @@ from ..comm.error_propagation import reporting
 from ..comm.heap import SymmetricHeap
 from ..comm.nodes import Nodes
 from ..comm.world import World
-from .weights import WEIGHTS
+from .weights import WEIGHTS, count_steps, num_steps
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
@@ -197,24 +197,29 @@ class Held:
         table: [E + 1, 2] int32 on the CPU, with physical experts: `held` of csrc/protocol/ops.h.
     """
 
-    __slots__ = ("table", "_versions", "__weakref__")
+    __slots__ = ("table", "_places", "_versions", "__weakref__")
 
     def __init__(self, layer: EPAll2AllLayer) -> None:
-        self.table = torch.zeros(layer.world.size * layer.num_local_experts + 1, 2, dtype=torch.int32)
+        num = layer.world.size * layer.num_local_experts
+        with torch.inference_mode(False):  # calls outside of that mode write it, too
+            self.table = torch.zeros(num + 1, 2, dtype=torch.int32, device="cpu")
+        self._places: _Places = []
         self._versions: list[int] = []
 
     def counts(self, places: _Places, weights: Weights) -> bool:
         """Whether slots of this rank hold what the table says, and its weights are those that traveled."""
         versions = _versions(weights)
         return (bool(versions) and versions == self._versions and bool(self.table[-1, 0])
-                and all(held.get(address) is self for held, address in places))
+                and len(places) == len(self._places)  # of the latest call: the table is of its slots alone
+                and all(held is its and address == its_address and held.get(address) is self
+                        for (held, address), (its, its_address) in zip(places, self._places)))
 
     def forget(self) -> None:
         self._versions = []
 
     def note(self, places: _Places, weights: Weights) -> None:
         """After a call: from now on the table counts, if all ranks have it."""
-        self._versions = _versions(weights)
+        self._places, self._versions = places, _versions(weights)
         for held, address in places:
             held[address] = self
 
@@ -273,6 +278,7 @@ class Balancer:
         self.balance = balance
         self.min_rows = balance.min_rows or _MIN_ROWS[layer.device.type]
         self._held = Held(layer)
+        count_steps()
 
     def forget(self, moe: EPMoE) -> None:
         """Mark as unknown what the slots hold for a backward.  EPMoE does it at the start of each call.
@@ -330,6 +336,7 @@ class Balancer:
         before each use.
         """
         gate_up, gate_up_bias, down, down_bias = weights
+        _forget(_places(weights))
         _C.layer_restore_weights(layer._c, buffer, plan, helps.list, gate_up, gate_up_bias, down, down_bias)
 
     def return_gradients(self, layer: EPAll2AllLayer, buffer: int, plan: Tensor, helps: Helps,
@@ -409,10 +416,10 @@ def _forget(places: _Places, kind: type = object) -> None:
 
 
 def _versions(weights: Weights) -> list[int]:
-    """Return how often torch has seen each weight change, or [] if it does not count."""
+    """Return how often torch has seen weights change and optimizers step, or [] if it does not count."""
     if any(w is not None and w.is_inference() for w in weights):
         return []
-    return [w._version for w in weights if w is not None]
+    return [num_steps(), *(w._version for w in weights if w is not None)]
 
 
 def _given(grads: Sequence[Tensor | None], weights: Weights) -> list[Tensor | None]:

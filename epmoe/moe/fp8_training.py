@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import _C
 from ..a2a.fused import EpAll2AllFusedOp
@@ -49,7 +48,7 @@ from ..torch_modes import call, check_backward, check_mode, implement, requires_
 from .experts import Weights, as_float32, expert_of_row
 from .four_bits import FourBits
 from .guards import may_be_sharded
-from .weights import WEIGHTS
+from .weights import WEIGHTS, count_steps, num_steps
 
 if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
@@ -62,15 +61,6 @@ _lib = torch.library.Library("epmoe", "FRAGMENT")
 NO_COPIES = "token_saving=False with compute_dtype in FP8: leave token_saving out"
 Quantized = tuple[Tensor, Tensor]  # weights or rows in FP8, and their scales
 Pair = tuple[Tensor, Tensor, Tensor, Tensor]  # the same, and transposed; see quantize_fp8_weight_pair
-
-_num_steps = 0  # of all optimizers of this process
-_hook: Any = None
-
-
-def _after_step(*_: Any) -> None:
-    global _num_steps
-    _num_steps += 1
-
 
 def check_compute_dtype(compute_dtype: torch.dtype | None, format: WeightFormat, hidden: int, inner: int,
                         token_saving: bool, wgrad_dtype: torch.dtype | None,
@@ -105,9 +95,7 @@ def check_compute_dtype(compute_dtype: torch.dtype | None, format: WeightFormat,
             raise ValueError(f"{name} {size} with compute_dtype in FP8: must be a multiple of 16")
     if not token_saving:
         raise ValueError(NO_COPIES)
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_post_hook(_after_step)
+    count_steps()
     return True
 
 
@@ -145,7 +133,7 @@ class QuantizedWeight:
         if p.is_cuda and torch.cuda.is_current_stream_capturing():
             return _quantize_weights(weights, self._rowwise)
         counts = not is_sharded and not p.is_inference()  # whether changes count, in p._version
-        version = id(p), p.data_ptr(), p._version if counts else 0, _num_steps
+        version = id(p), p.data_ptr(), p._version if counts else 0, num_steps()
         memory = p.untyped_storage()
         if self._pair is None or self._memory() is not memory or version != self._version or not counts:
             self._pair = None  # frees the old ones first

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..comm.error_propagation import check_plain
 from ..gemm.four_bit import Int4
@@ -184,3 +185,28 @@ class WeightFormat:
     def write(self, weight: Encoded) -> dict[str, Tensor]:
         """Return {ending: tensor} of a state dict, of the parameters of experts [.., N, K]."""
         raise NotImplementedError  # only where they are not saved as held
+
+
+# ---- changes that torch does not count ----
+
+_num_steps = 0  # of all optimizers of this process
+_hook: Any = None
+
+
+def count_steps() -> None:
+    """Count the steps of optimizers of torch from now on.
+
+    A step may change weights without a new version of them: a fused one, and one that writes through `.data`.
+    """
+    global _hook
+    if _hook is None:
+        _hook = register_optimizer_step_post_hook(_after_step)
+
+
+def num_steps() -> int:
+    return _num_steps
+
+
+def _after_step(*_: Any) -> None:
+    global _num_steps
+    _num_steps += 1

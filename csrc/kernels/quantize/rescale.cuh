@@ -30,11 +30,11 @@ EP_FN void ep_rescale_row(const EpRescaleParams &p, uint64_t row) {
         for (uint32_t i = 0; i < EP_RESCALE_LOADS; i++) {
             const uint32_t piece = first + 32 * i;
             scale[i] = piece < num_pieces ? scales[piece / 8 * p.scale_col] : to;
-            if (scale[i] != to) v[i] = q[piece];
+            if (piece < num_pieces && scale[i] != to) v[i] = q[piece];
         }
 #pragma unroll
         for (uint32_t i = 0; i < EP_RESCALE_LOADS; i++) {
-            if (scale[i] == to) continue;
+            if (first + 32 * i >= num_pieces || scale[i] == to) continue; /* `to` may be NaN */
             const __half2 ratio = __float2half2_rn(__fmul_rn(scale[i], inverse));
             q[first + 32 * i] = make_uint4(ep_e4m3_shift(v[i].x, ratio), ep_e4m3_shift(v[i].y, ratio),
                                            ep_e4m3_shift(v[i].z, ratio), ep_e4m3_shift(v[i].w, ratio));
