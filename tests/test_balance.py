@@ -266,11 +266,12 @@ def keeps(world, device):
     def exchange():
         memory = moe.down_proj.data
         moe.down_proj.data = memory.clone()
-        infer(moe, 1, (6, 7))
+        infer(moe)
         moe.down_proj.data = memory
 
     def restore():
-        moe.down_proj.data = moe.down_proj.data.clone()
+        for p in moe.parameters():
+            p.data = p.data.clone()
         infer(moe)
         backward(*pending)
 
