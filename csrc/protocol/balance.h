@@ -84,7 +84,8 @@ static inline void ep_place_helps(const EpShape *s, const EpBalance *b, EpHeld *
             rows[best] = (int32_t)h->num;
             h->slot = best;
             h->is_held = pass == 0;
-            if (held) held[best] = (EpHeld){(int32_t)h->expert + 1, now};
+            const EpHeld entry = {(int32_t)h->expert + 1, now};
+            if (held) held[best] = entry;
         }
 }
 
