@@ -1,12 +1,13 @@
 """python -m benchmarks gemm and layer --fp8 on the CPU: what they measure, and that they check results."""
 
+import sys
 import types
 
 import pytest
 import torch
 
 import epmoe
-from benchmarks import gemm_fp8
+from benchmarks import gemm_fp8, train
 from epmoe.a2a import fused
 from epmoe.moe import module as moe_module
 from bench_cases import on_the_cpu, run_command  # noqa: F401
@@ -108,3 +109,22 @@ def test_bench_layer_fp8_finds_a_layer_that_differs_from_its_stages(monkeypatch)
     monkeypatch.setattr(fused, "grouped_gemm", lambda *a, **k: 1.01 * right(*a, **k))
     with pytest.raises(AssertionError, match="differ in their bits"):
         run_command(LAYER)
+
+
+def test_bench_fp8_calls_deep_gemm_with_rows_and_scales_of_blocks(monkeypatch):
+    """A stand-in: the package needs a GPU."""
+    calls = []
+
+    def multiply(rows, weights, out, expert):
+        (x, x_scale), (w, w_scale) = rows, weights
+        blocks = [-(-n // 128) for n in (w.shape[1], w.shape[2])]
+        assert x.shape[1] == w.shape[2] and out.shape == (len(x), w.shape[1]) and len(expert) == len(x)
+        assert x_scale.shape == (len(x), blocks[1]) and list(w_scale.shape) == [len(w), *blocks]
+        assert (expert.bincount() % 128 == 0).all() and len(expert.unique()) == len(w)
+        calls.append(tuple(w.shape[1:]))
+
+    module = types.SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=multiply)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    products = train.DeepGemmProducts(600, torch.empty(2, 256, 384), torch.empty(2, 384, 128))
+    products.backward(products.forward())
+    assert calls == [(256, 384), (384, 128), (128, 384), (384, 256)]

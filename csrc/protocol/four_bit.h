@@ -46,8 +46,8 @@ typedef struct {
 } EpFourBit;
 
 /* Weights of 4 bits to e4m3, with a scale for each block of 128 by 128: each weight, rounded to `dtype`, is
- * quantised as EpQuantizeWeightParams (wgrad_fp8.h) quantises weights in that dtype. Or with
- * given scales. */
+ * quantised as EpQuantizeWeightParams (wgrad_fp8.h) quantises weights in that dtype. With `to`, all blocks of
+ * a matrix have the given scale. */
 typedef struct {
     const uint8_t *numbers; /* [num][n][k / 2] */
     EpFourBit weights;

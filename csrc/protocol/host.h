@@ -60,7 +60,7 @@ typedef struct {
     /* How long this rank has waited for each rank to enter an operation, in nanoseconds, altogether. */
     uint64_t waited_ns[EP_MAX_RANKS];
     /* Parts of the result of a plan with host_counts: [E] choices of all ranks for each expert; and the
-     * balance_key of all ranks, or 0 if it is not equal. */
+     * balance_key of all ranks (ep_agreed_balance_key). */
     int32_t expert_choices[EP_MAX_EXPERTS];
     uint32_t balance_key;
 } EpHostWords;

@@ -39,7 +39,8 @@ typedef struct {
 #undef X
     int32_t status;      /* 0, or the EpCode with which this rank has already failed */
     uint32_t num_tokens; /* T; may differ between ranks */
-    /* of a plan: 0, or a number that is equal on ranks that can help each other; see balance.h */
+    /* of a plan: 0, or a number that is equal on ranks that can help each other, and EP_BALANCE_HOLDS; see
+     * balance.h */
     uint32_t balance_key;
 } EpHeader;
 /* Indices of the fields that are compared; see ep_header_diff. */

@@ -276,10 +276,10 @@ def dequantize(format: Format, numbers: Tensor, scales: Tensor, zeros: Tensor | 
 
 
 def expert_scale(format: Format, scales: Tensor) -> Tensor:
-    """Return [L] float32: a power of two for each expert, times which 448 is not less than any weight.
+    """Return a power of two for each expert, [L] float32: no weight of it is larger than 448 times that.
 
-    It is found from the scales [L, ..] alone, for the largest codes that there are.  NaN if a scale is no
-    finite number.
+    scales: [L, ..].  The codes are not read: it is the power for the largest code that the format has.  NaN
+    if a scale of INT4 is no finite number.
     """
     if isinstance(format, Mxfp4):  # 6 * 2^(byte - 253), and 6 / 448 is less than 2^-6
         most = scales.flatten(2).amax(2).amax(1)  # in two steps, because a GPU then has work for all its SMs

@@ -985,10 +985,10 @@ class EPMoE(nn.Module):
     # ---- training: products in FP8, and where the gradients of the weights go ----
 
     def requantize(self) -> None:
-        """Let the next forward make copies of the weights anew that it has kept.
+        """Let the next forward make its copies of the weights again.
 
-        With compute_dtype in FP8 these are the quantised weights, with balance those that helpers got in
-        calls without gradients.  It does so by itself after a step of an optimizer of torch, after
+        With compute_dtype in FP8 the copies are the quantised weights; with balance, those that helpers got
+        in calls without gradients.  It does so by itself after a step of an optimizer of torch, after
         load_state_dict, and where an operation of torch has changed a weight in place.  A change that torch
         does not count needs this call: one through `.data`, NumPy or a flat buffer, and by a collective such
         as torch.distributed.broadcast.  Not collective: the rank calls it whose weights have changed.
