@@ -3,8 +3,9 @@
     python tests/faults.py [--kills N] [--ranks N] [--device cpu|cuda]
 
 kill   A random rank is killed by SIGKILL at a random moment of a loop. The kind of loop alternates: it moves
-       tokens ("move"), trains a layer ("train"), multiplies tokens as they arrive ("fuse", on GPUs in the
-       megakernels), or makes low-latency calls ("decode"). Every survivor must
+       tokens ("move"), trains a layer ("train", in FP8 "blockwise" and "rowwise", with helpers "balance"),
+       multiplies tokens as they arrive ("fuse", on GPUs in the megakernels), or makes low-latency calls
+       ("decode"). Every survivor must
        - raise PeerDied that names the killed rank, within 3 s; from 20 kills on, the median is at most 50 ms,
        - find that rank in its flight record,
        - still be able to use its device, and compute right results in a smaller world,
@@ -41,6 +42,7 @@ from traces import (abstract_names, held, holdings, kept, left_over, more_of_our
 
 SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
 BALANCE = epmoe.Balance(slots=2, min_rows=4)
+FP8_RECIPES = ("blockwise", "rowwise")
 STOP_LIMIT_S = 2.0
 MEDIAN_S, WORST_S = 0.05, 3.0  # limits of the time from a kill until a survivor raises
 
@@ -58,9 +60,10 @@ def make_layer(world, device, mode, how="move"):
     if how == "decode":
         return epmoe.LowLatencyAll2All(world, tokens, hidden, topk, 4 * world.size, dtype=torch.float32,
                                        device=device)
-    if how == "balance":
+    if how == "balance" or how in FP8_RECIPES:
+        options = {"balance": BALANCE} if how == "balance" else fp8_options(how) | {"dtype": torch.bfloat16}
         return epmoe.EPMoE(hidden, 32, 4 * world.size, topk, world, max_tokens=tokens, device=device,
-                           balance=BALANCE).layer
+                           **options).layer
     kind, dtype = epmoe.EPAll2AllLayer, torch.float32
     if how == "fuse":
         kind, dtype = epmoe.EpAll2AllFusedOp, torch.bfloat16
@@ -117,14 +120,18 @@ def fuser(layer):
     return step
 
 
-def trainer(layer, balance=None):
+def fp8_options(recipe):
+    return {"compute_dtype": torch.float8_e4m3fn, "fp8_recipe": recipe}
+
+
+def trainer(layer, balance=None, **options):
     """A training step: forward and backward of an EPMoE that uses the given layer.
 
     balance: with it most tokens choose two experts, with which ranks help the first.
     """
     num_experts = layer.num_experts - (balance.slots * layer.world_size if balance else 0)
     moe = epmoe.EPMoE(layer.hidden, 32, num_experts, layer.topk, dtype=layer.dtype, layer=layer,
-                      balance=balance)
+                      balance=balance, **options)
     optimizer = torch.optim.SGD(moe.parameters(), lr=1e-3)
 
     def step(_, g):
@@ -144,6 +151,8 @@ def trainer(layer, balance=None):
 
 def step_of(layer, how):
     """Return the function of (layer, generator) that runs a step of a loop."""
+    if how in FP8_RECIPES:
+        return trainer(layer, **fp8_options(how))
     if how in ("train", "balance"):
         return trainer(layer, BALANCE if how == "balance" else None)
     return fuser(layer) if how == "fuse" else decode if how == "decode" else move
@@ -227,7 +236,7 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
     Returns ({kind of loop: seconds after which each survivor raised, sorted}, texts of the faults found).
     """
     start = process_ranks if kind == "cpu" else run_ranks
-    latencies = {how: [] for how in ("move", "train", "fuse", "decode", "balance")}
+    latencies = {how: [] for how in ("move", "train", "fuse", "decode", "balance", *FP8_RECIPES)}
     bad, files = [], shared_memory_names()
     for i in range(num):
         r = random.Random(f"{seed} {i}")
@@ -320,7 +329,7 @@ def main():
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_cuda else "cpu")
     p.add_argument("--ranks", type=int,
                    help="default: the number of GPUs; 4 ranks share a single GPU; 4 on the CPU")
-    p.add_argument("--kills", type=int, default=20)
+    p.add_argument("--kills", type=int, default=28)
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
     num_gpus = torch.cuda.device_count() if a.device == "cuda" else 1

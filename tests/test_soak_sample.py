@@ -147,7 +147,7 @@ def test_soak_leak_check_counts_heaps_and_threads():
 
 @pytest.mark.cpu_only
 def test_faults_sample():
-    latencies, bad = faults.kills(5, 3, "cpu", seed=random.Random(5).randrange(100))
+    latencies, bad = faults.kills(7, 3, "cpu", seed=random.Random(5).randrange(100))
     assert not bad and all(len(seconds) == 2 for seconds in latencies.values()), bad
 
 
