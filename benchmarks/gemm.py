@@ -34,11 +34,17 @@ def jobs(run):
     return found
 
 
+def ours(kind, activation, a, b, offsets):
+    if kind == FORWARD:
+        return epmoe.grouped_gemm(a, b, offsets=offsets, activation=activation)
+    return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, as_kernel(None), False,
+                                        None)
+
+
 def with_torch(run, kind, a, b, offsets):
     """Compute the same GEMM with torch: one call on a GPU, one per expert on the CPU."""
     if not run.on_gpu:
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, as_kernel(None),
-                                            False, None)
+        return ours(kind, None, a, b, offsets)
     if len(offsets) == 2 and kind != WGRAD:
         return a @ (b[0].t() if kind == FORWARD else b[0])
     if kind == WGRAD:
@@ -97,15 +103,9 @@ def measure(run, shape):
         rounds, round_ms = (6, 20.0) if run.on_gpu else (3, 1.0)
         return alternated(fns, run.device, run.cpu_group, run.options.iters or rounds, round_ms)
 
-    def ours(kind, activation, a, b):
-        if kind == FORWARD:
-            return epmoe.grouped_gemm(a, b, offsets=offsets, activation=activation)
-        return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, None, None, kind, as_kernel(None),
-                                            False, None)
-
     for name, kind, activation, a, b in products:
         with poisoned():
-            run.agree(product_error(kind, activation, a, b, offsets, ours(kind, activation, a, b)))
+            run.agree(product_error(kind, activation, a, b, offsets, ours(kind, activation, a, b, offsets)))
         columns = b.shape[1] * b.shape[2] if kind != WGRAD else a.shape[1] * b.shape[1]
         flops, weight_bytes = 2.0 * num_rows * columns, b.numel() * b.element_size() if kind != WGRAD else 0
 
@@ -116,7 +116,7 @@ def measure(run, shape):
                        weight_gbps=round(gbps, 1))
 
         def product(activation=None):
-            return ours(kind, activation, a, b)
+            return ours(kind, activation, a, b, offsets)
 
         if activation:
             bare, fused = time(product, lambda: product(activation))

@@ -1,10 +1,13 @@
 """Measures the grouped GEMMs of FP8: their time beside torch's and bfloat16, and their error.
 
-Those of one rank of four, forward.  epmoe has a scale for each 128 numbers of a row and each block of 128 by
-128 of the weights, or one scale for each row and one for each expert.  torch._scaled_grouped_mm has a scale
-for each row and each column, and adds up in the tensor cores alone (fast accumulation).  Each result is
-compared with float64 before it is timed.  With the tokens of a decoding rank, the rate is that of the weights
-that are read.
+Those of one rank of four: forward, and the gradients of the weights.  epmoe has a scale for each 128 numbers
+of a row and each block of 128 by 128 of the weights, or one scale for each row and one for each expert.
+torch._scaled_grouped_mm has a scale for each row and each column, and adds up in the tensor cores alone (fast
+accumulation).  Each result is compared with float64 before it is timed.  With the tokens of a decoding rank,
+the rate is that of the weights that are read.
+
+The gradients of the weights are timed with operands that are quantised and transposed already.  There, each
+expert has a multiple of 16 rows, which torch needs.
 """
 
 import functools
@@ -13,12 +16,13 @@ from dataclasses import replace
 import torch
 
 import epmoe
-from epmoe.gemm.grouped import FORWARD
+from epmoe.gemm.grouped import FORWARD, WGRAD
+from epmoe.gemm.wgrad_fp8 import grouped_wgrad_fp8, transpose_fp8
 from epmoe.reference import activate
 
 from . import quantize
 from .check import poisoned
-from .gemm import random_rows, with_torch
+from .gemm import ours, random_rows, with_torch
 from .measure import alternated, sm_clock
 
 E4M3 = torch.float8_e4m3fn
@@ -31,7 +35,8 @@ DECODE = {"cuda": (16, 128), "cpu": (4,)}  # tokens of a rank in decoding
 
 def jobs(run):
     shapes = run.shapes("dsv3", "qwen3-235b", "seed")
-    found = [(s.name, functools.partial(fn, run, s)) for s in shapes for fn in (measure, quantize.measure)]
+    found = [(s.name, functools.partial(fn, run, s)) for s in shapes
+             for fn in (measure, measure_wgrad, quantize.measure)]
     few = [replace(s, name=f"{s.name} T={t}", tokens=t) for s in shapes[:1] for t in DECODE[run.device.type]]
     return found + [(s.name, functools.partial(measure_decode, run, s)) for s in few]
 
@@ -166,21 +171,86 @@ def measure(run, shape):
                 run.agree(product.error(activation, product.epmoe_fp8(activation)))
         with poisoned():
             run.agree(product.error(None, product.epmoe_by_row(), is_by_row=True))
-        time_product(run, shape, name, product)
-        record_errors(run, shape, name, product)
+        fns = product.peers()
+        if name == "gate and up":
+            fns["epmoe FP8 SwiGLU"] = functools.partial(product.epmoe_fp8, "swiglu")
+        time_product(run, shape, name, fns, 2.0 * num_rows * n * k)
+        record_errors(run, shape, name, relative_errors(product))
         heavy = Product(run, heavy_tailed(normal, 64, k).to(dtype),
                         heavy_tailed(normal, 1, n, k).mul_(k**-0.5).to(dtype), offsets.new_tensor([0, 64]))
-        record_errors(run, shape, name + ", heavy tails", heavy)
+        record_errors(run, shape, name + ", heavy tails", relative_errors(heavy))
 
 
-def time_product(run, shape, name, product):
-    fns = product.peers()
-    if name == "gate and up":
-        fns["epmoe FP8 SwiGLU"] = functools.partial(product.epmoe_fp8, "swiglu")
+class WeightGradient:
+    """The gradient of weights: dy.T @ x for each expert, from operands in bfloat16 and in FP8."""
+
+    def __init__(self, run, dy, x, offsets):
+        self.on_gpu, self.dy, self.x, self.offsets = run.on_gpu, dy, x, offsets
+        self.quantized = [epmoe.quantize_fp8(t, pow2=True) for t in (dy, x)]
+        self.operands = [t for rows in self.quantized for t in transpose_fp8(*rows, offsets)]
+        if run.on_gpu:
+            self.columns = [self._by_column(t) for t in (dy, x)]
+
+    def _by_column(self, t):
+        """Quantise with a scale for each column of an expert: ([C, M], [L * C])."""
+        parts = [by_row(part.t()) for part in t.split(self.offsets.diff().tolist())]
+        return torch.cat([q for q, _ in parts], 1), torch.cat([scale for _, scale in parts])
+
+    def epmoe_fp8(self):
+        return grouped_wgrad_fp8(*self.operands, self.offsets)
+
+    def torch_by_row(self):
+        (a, a_scale), (b, b_scale) = self.columns
+        return torch._scaled_grouped_mm(a, b.t(), a_scale, b_scale, offs=self.offsets[1:],
+                                        out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def peers(self):
+        """Return {name: function} of everything that is timed."""
+        found = {"epmoe FP8": self.epmoe_fp8,
+                 "epmoe 16 bits": lambda: ours(WGRAD, None, self.dy, self.x, self.offsets)}
+        if self.on_gpu:
+            found["torch FP8 by row"] = self.torch_by_row
+            found["torch 16 bits"] = lambda: with_torch(self, WGRAD, self.dy, self.x, self.offsets)
+        return found
+
+    def error(self, got):
+        """Return what is wrong with sampled lines of a result of epmoe, or ""."""
+        ends = self.offsets.tolist()
+        for e in sorted({0, len(ends) - 2}):
+            dy, x = (dequantized(q[ends[e]:ends[e + 1]], scales[ends[e]:ends[e + 1]], (1, 128))
+                     for q, scales in self.quantized)
+            if error := error_of(got[e, ::61], dy[:, ::61].t(), x, None, self.on_gpu):
+                return f"expert {e}: {error}"
+        return ""
+
+    def relative_errors(self):
+        """Return {name: error}: the norm of the error of expert 0's first lines, over that of the result."""
+        end = int(self.offsets[1])
+        exact = self.dy[:end, :64].double().t() @ self.x[:end].double()
+        return {name: ((fn()[0, :64].double() - exact).norm() / exact.norm()).item()
+                for name, fn in self.peers().items()}
+
+
+@torch.no_grad()
+def measure_wgrad(run, shape):
+    g, _, _, offsets = random_rows(run, shape)
+    offsets = offsets // 16 * 16
+    dtype = torch.bfloat16 if run.on_gpu else torch.float32
+    for name, n, k in (("wgrad of gate and up", 2 * shape.inner, shape.hidden),
+                       ("wgrad of down", shape.hidden, shape.inner)):
+        dy, x = (torch.randn(int(offsets[-1]), size, device=run.device, generator=g).to(dtype)
+                 for size in (n, k))
+        product = WeightGradient(run, dy, x, offsets)
+        with poisoned():
+            run.agree(product.error(product.epmoe_fp8()))
+        time_product(run, shape, name, product.peers(), 2.0 * len(x) * n * k)
+        record_errors(run, shape, name, product.relative_errors())
+
+
+def time_product(run, shape, name, fns, flops):
     rounds, round_ms = (6, 20.0) if run.on_gpu else (3, 1.0)
     times = alternated(list(fns.values()), run.device, run.cpu_group, run.options.iters or rounds, round_ms)
     ms = dict(zip(fns, times))
-    flops = 2.0 * len(product.x) * product.weight[0].numel()
     for impl in reversed(ms):
         over = {peer: ms[peer] for peer in ms if impl == "epmoe FP8" and peer != impl}
         if impl == "epmoe FP8 by row":
@@ -189,7 +259,7 @@ def time_product(run, shape, name, product):
         run.record("gemm", shape, f"{impl} {name}", ms[impl], over=over, rate=f"{tflops:.4g} TFLOP/s",
                    tflops=round(tflops, 4))
     for impl in ("epmoe FP8", "epmoe FP8 by row", "torch FP8 by row") if run.on_gpu else ():
-        if mhz := sm_clock(fns[impl], run.device, max(1, int(60 / ms[impl]))):
+        if impl in fns and (mhz := sm_clock(fns[impl], run.device, max(1, int(60 / ms[impl])))):
             run.record("gemm", shape, f"SM clock: {impl} {name}", rate=f"{mhz:.0f} MHz", mhz=mhz)
 
 
@@ -215,7 +285,7 @@ def measure_decode(run, shape):
                    weight_tb_s=round(rate, 4))
 
 
-def record_errors(run, shape, name, product):
-    for impl, error in relative_errors(product).items():
+def record_errors(run, shape, name, errors):
+    for impl, error in errors.items():
         run.record("gemm", shape, f"error: {impl} {name}", rate=f"{100 * error:.3f} %",
                    error=round(error, 7))

@@ -30,6 +30,10 @@ def test_bench_fp8_measures_times_and_errors():
         assert 0.01 < found[f"error: epmoe FP8 {data}"]["error"] < 0.1
         assert found[f"error: of sums {data}"]["error"] < 1e-3
         assert found[f"error: epmoe 16 bits {data}"]["error"] < 0.01
+    for name in ("wgrad of gate and up", "wgrad of down"):
+        assert found[f"epmoe FP8 {name}"]["ratios"].keys() == {"epmoe 16 bits"}
+        assert 0.01 < found[f"error: epmoe FP8 {name}"]["error"] < 0.1
+        assert found[f"error: epmoe 16 bits {name}"]["error"] < 0.01
     for name in ("", " SwiGLU"):
         row = found[f"epmoe quantise{name}"]
         assert row["ratios"].keys() == {f"torch quantise{name}", f"copy of as many bytes{name}"}
@@ -59,6 +63,18 @@ def test_bench_fp8_checks_the_first_and_the_last_expert(expert, is_by_row):
     assert product.error(None, y, is_by_row) == ""
     y[offsets[expert], 3] += 1
     assert f"expert {expert}: 1 of" in product.error(None, y, is_by_row)
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+def test_bench_fp8_checks_the_weight_gradient_of_the_first_and_the_last_expert(expert):
+    g = torch.Generator().manual_seed(0)
+    dy, x = torch.randn(48, 128, generator=g), torch.randn(48, 64, generator=g)
+    offsets = torch.tensor([0, 16, 16, 48], dtype=torch.int32)
+    product = gemm_fp8.WeightGradient(types.SimpleNamespace(on_gpu=False), dy, x, offsets)
+    got = product.epmoe_fp8()
+    assert product.error(got) == ""
+    got[expert, 61, 5] += 1
+    assert f"expert {expert}: 1 of" in product.error(got)
 
 
 def test_bench_fp8_heavy_tails_have_three_degrees_of_freedom():
