@@ -97,6 +97,7 @@ extern const EpBackend ep_cuda_backend; /* only if built with CUDA */
 /* The backend of a kind, or NULL after the error text is set. */
 const EpBackend *ep_backend(EpBackendKind kind);
 
+enum { EP_NUM_VOIDS = 16 };
 /* A communication buffer: an allocation of the heap, host words, and an entry in the watchdog's list. The
  * heap, which fills in the first five fields, outlives the buffer. */
 typedef struct {
@@ -111,6 +112,13 @@ typedef struct {
     bool is_heaps;
     uint16_t of, buffer;
     uint64_t num_ops;
+    /* An operation that was void, and those that were begun before its error was raised, do not count in
+     * num_ops. With num_uncounted, each operation has a number of its own. voids: the numbers of the newest
+     * operations that were void, of num_voids in all. */
+    uint64_t num_uncounted, num_voids;
+    struct {
+        uint64_t first, last;
+    } voids[EP_NUM_VOIDS];
 } EpCommBuffer;
 /* Collective: allocate the memory of a buffer in the heap. */
 int ep_heap_alloc_buffer(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
@@ -121,6 +129,10 @@ int ep_comm_open(EpCommBuffer *b, const EpShape *shape);
 void ep_comm_close(EpCommBuffer *b); /* local */
 /* Begin the call record of an operation of this buffer, an EP_OP_WORD. ep_world_end_call ends it. */
 uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t word, uint64_t num_tokens, int code, void *stream);
+/* The number of the newest operation of this buffer, and whether an operation was void. Of an operation
+ * before the EP_NUM_VOIDS newest errors nobody knows, so it counts as void. */
+uint64_t ep_comm_newest_call(const EpCommBuffer *b);
+bool ep_comm_was_void(const EpCommBuffer *b, uint64_t number);
 /* Called before an operation: 0, or the error of the world or of an earlier operation of this buffer. */
 int ep_comm_check(EpCommBuffer *b, void *stream);
 /* End the world, because this rank could not launch an operation on its GPU: it cannot propagate the error by

@@ -355,6 +355,11 @@ int ep_layer_propagate_error(EpLayer *layer, uint32_t buffer, uint32_t op, int c
 int ep_layer_barrier(EpLayer *layer, uint32_t buffer, void *stream);
 /* Wait for the stream, then return the error of the operations in it. */
 int ep_layer_sync(EpLayer *layer, void *stream);
+/* The number of the newest operation of this rank on a buffer. Numbers ascend, and none is used again. */
+int ep_layer_newest_call(EpLayer *layer, uint32_t buffer, uint64_t *number);
+/* Whether the operation of this number had no effect on any rank, as far as errors have been raised. Of one
+ * before the 16 newest errors on the buffer nobody knows, so it counts as such. */
+int ep_layer_was_void(EpLayer *layer, uint32_t buffer, uint64_t number, bool *was_void);
 /* From now on, the fused kernels on this buffer write the times of their warps' work to `events`, i64
  * [blocks * 12 * capacity * 2], zeroed. NULL stops this. EP_EINVAL if the module was built without the
  * profiler. */

@@ -248,7 +248,8 @@ SIGNATURES = {
     "layer_ll_dispatch": "LL small | fast_x idx weight? handle compact weight? counts tag? compact_tag? small"
                          " small part",
     "layer_ll_combine": "LL small | compact handle fast_x small part",
-    "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
+    "layer_sync": "L zero", "layer_newest_call": "L small", "layer_was_void": "L small epoch",
+    "layer_set_epoch": "L small epoch zero",
 }
 # After one of these calls, most others fail. So examples contain them rarely.
 CLOSING_CALLS = ("world_close", "heap_close", "layer_close", "set_exceptions", "world_set_waiting")

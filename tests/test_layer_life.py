@@ -157,6 +157,43 @@ def test_layer_epochs_past_2_31_and_2_32(ranks, epoch):
         check_case([r[s] for r in results], Case(topk=3, tokens="unequal", seed=s))
 
 
+def test_layer_knows_which_calls_were_void(ranks):
+    """The calls of a layer have ascending numbers. A rank whose peer failed knows which calls were void."""
+
+    def run(world, device):
+        layer = make_layer(world, device, Case(num_buffers=2))
+        x, idx = torch.ones(2, layer.hidden, dtype=layer.dtype, device=device), torch.zeros(
+            2, layer.topk, dtype=torch.int64, device=device)
+        seen, bad_idx = [], idx.float()
+
+        def newest():
+            return _C.layer_newest_call(layer._c, 0)
+
+        for _ in range(18):  # it keeps 16
+            layer.dispatch(x, idx)
+            good = newest()
+            kind = outcome(lambda: layer.dispatch(x, bad_idx if world.rank == 1 else idx), layer).kind
+            voids = [_C.layer_was_void(layer._c, 0, number) for number in (good, good + 1, newest())]
+            layer.dispatch(x, idx)
+            seen.append((good, newest(), kind, *voids, _C.layer_was_void(layer._c, 0, newest()),
+                         _C.layer_was_void(layer._c, 1, good + 1)))
+        oldest = [_C.layer_was_void(layer._c, 0, seen[i][0]) for i in (0, 3, 17)]
+        layer.synchronize()
+        layer.finalize()
+        return seen, oldest
+
+    results = ranks(run, world_size=2, at_least=2)
+    for rank, (seen, oldest) in enumerate(results):
+        numbers = [n for good, newest, *_ in seen for n in (good, newest)]
+        assert numbers == sorted(set(numbers))
+        for _, _, kind, *voids in seen:
+            assert kind == ("TypeError" if rank == 1 else "PeerError")
+            if rank == 0:
+                assert voids == [False, True, True, False, False]
+        if rank == 0:
+            assert oldest == [True, False, False]  # of those before the 16 newest errors it knows nothing
+
+
 def test_layer_barrier_and_synchronize(ranks):
     def run(world, device):
         layer = make_layer(world, device, Case(num_buffers=2))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epmoe
 from cases import check_outcomes, outcome, process_ranks
+from epmoe import _C
 from epmoe.gemm.weight_gradients import DeferredWgrad
 from moe_cases import Model, inputs_of, make_moe
 from pace import HANG_S
@@ -437,6 +438,25 @@ def test_moe_gradients_of_a_backward_that_failed_are_not_kept(ranks, options, co
     results = ranks(failed_backward, options, world_size=2, at_least=2)
     for rank, (kind, same, num_waiting) in enumerate(results):
         assert kind == ("RuntimeError" if rank == 1 else "PeerError") and same and num_waiting == 0
+
+
+@pytest.mark.cpu_only
+def test_moe_gradients_of_a_backward_whose_error_comes_later_are_not_kept(monkeypatch):
+    """As on CUDA: backward returns, and a later call raises the error.  The second of two has failed."""
+    moe = epmoe.EPMoE(32, 32, 4, 2, max_tokens=16, device="cpu", **DELAY)
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.1)
+    x, (weight, idx) = torch.randn(8, 32).bfloat16(), torch.rand(8, 4).topk(2)
+    calls, wanted = [], None
+    for _ in range(2):
+        moe(x, idx, weight).float().sum().backward()
+        calls.append(_C.layer_newest_call(moe.layer._c, 0))
+    monkeypatch.setattr(_C, "layer_was_void", lambda layer, buffer, number: number == calls[1])
+    moe.backward_dw()
+    wanted = [p.grad.clone() for p in moe.parameters()]
+    optimizer.step()  # nothing waits
+    with pytest.raises(RuntimeError, match="no backward pass of this module waits"):
+        moe.backward_dw()
+    assert all(torch.equal(p.grad, w) for p, w in zip(moe.parameters(), wanted, strict=True))
 
 
 @pytest.mark.cpu_only

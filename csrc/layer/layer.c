@@ -444,6 +444,18 @@ int ep_layer_sync(EpLayer *l, void *stream) {
     return code;
 }
 
+int ep_layer_newest_call(EpLayer *l, uint32_t buffer, uint64_t *number) {
+    EP_TRY(ep_layer_lock(l, buffer));
+    *number = ep_comm_newest_call(&l->buffers[buffer]);
+    return ep_layer_unlock(l, buffer, 0);
+}
+
+int ep_layer_was_void(EpLayer *l, uint32_t buffer, uint64_t number, bool *was_void) {
+    EP_TRY(ep_layer_lock(l, buffer));
+    *was_void = ep_comm_was_void(&l->buffers[buffer], number);
+    return ep_layer_unlock(l, buffer, 0);
+}
+
 static int set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));

@@ -568,6 +568,31 @@ FAST(layer_sync) {
     return ep_done(code);
 }
 
+/* (layer, buffer): the number of the newest call */
+FAST(layer_newest_call) {
+    uint32_t buffer;
+    uint64_t number = 0;
+    int code;
+    WANT(2);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    WITHOUT_LOCK(code = ep_layer_newest_call(l, buffer, &number));
+    return code ? ep_raise(code) : PyLong_FromUnsignedLongLong(number);
+}
+
+/* (layer, buffer, number): whether that call was void */
+FAST(layer_was_void) {
+    uint32_t buffer;
+    uint64_t number;
+    bool was_void = false;
+    int code;
+    WANT(3);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u64(args[2], &number)) return NULL;
+    WITHOUT_LOCK(code = ep_layer_was_void(l, buffer, number, &was_void));
+    return code ? ep_raise(code) : PyBool_FromLong(was_void);
+}
+
 /* (layer, buffer, epoch, stream) */
 FAST(layer_set_epoch) {
     uint32_t buffer;
@@ -605,6 +630,8 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(layer_trace),
                                   METHOD(layer_propagate_error),
                                   METHOD(layer_sync),
+                                  METHOD(layer_newest_call),
+                                  METHOD(layer_was_void),
                                   METHOD(layer_set_epoch),
 #define X(NAME, name, Type, text) METHOD(layer_##name),
                                   EP_OPERATIONS(X, X)

@@ -1,7 +1,7 @@
 /* comm_buffer.c - communication buffers: open and close one, begin its calls, and raise its faults.
  *
- * Exports ep_comm_open, _close, _begin_call, _check and _give_up (backend.h). A heap has the buffer's memory,
- * and fills in where that is; this file knows no heap.
+ * Exports ep_comm_open, _close, _begin_call, _newest_call, _was_void, _check and _give_up (backend.h). A heap
+ * has the buffer's memory, and fills in where that is; this file knows no heap.
  * Invariant: the watchdog knows an open buffer until its operations have finished, so the end of the world
  * always reaches their waits. */
 #include <stdio.h>
@@ -53,6 +53,28 @@ uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t word, uint64_t num_tokens,
     return ep_world_begin_call(b->world, &record);
 }
 
+uint64_t ep_comm_newest_call(const EpCommBuffer *b) { return b->num_uncounted + b->num_ops; }
+
+bool ep_comm_was_void(const EpCommBuffer *b, uint64_t number) {
+    const uint64_t num = b->num_voids < EP_NUM_VOIDS ? b->num_voids : EP_NUM_VOIDS;
+    if (b->num_voids > num && number < b->voids[b->num_voids % EP_NUM_VOIDS].first) return true;
+    for (uint64_t i = 0; i < num; i++)
+        if (b->voids[i].first <= number && number <= b->voids[i].last) return true;
+    return false;
+}
+
+/* Stop counting the operations from this epoch on, but the first: it was void on all ranks, and later ones in
+ * this buffer did nothing. */
+static void uncount_void(EpCommBuffer *b, uint64_t epoch) {
+    const uint64_t num_later = b->num_ops > epoch ? b->num_ops - epoch : 0;
+    const uint64_t first = b->num_uncounted + epoch, i = b->num_voids++ % EP_NUM_VOIDS;
+    b->voids[i].first = first;
+    b->voids[i].last = first + num_later;
+    ep_world_uncount_calls(b->world, num_later);
+    b->num_uncounted += num_later;
+    b->num_ops = epoch;
+}
+
 void ep_comm_give_up(EpCommBuffer *b, int code, void *stream) {
     char why[512], text[256];
     const uint32_t me = b->comm.my_rank;
@@ -96,12 +118,9 @@ int ep_comm_check(EpCommBuffer *b, void *stream) {
         }
         /* A captured operation does not run now. The next operation that runs clears the fault. */
         if (b->on_stream && backend->is_captured(stream)) return code;
-        /* The operation was void on all ranks, and later ones in this buffer did nothing. So they do not
-         * count. */
         EP_TRY(backend->clear(b->device, &b->comm, stream));
         ep_st_relaxed_sys_u64(&host->fault.state, 0);
-        ep_world_uncount_calls(world, b->num_ops > f.epoch ? b->num_ops - f.epoch : 0);
-        b->num_ops = f.epoch;
+        uncount_void(b, f.epoch);
         if (f.word == EP_WORD_SCATTER && f.want == 1) {
             /* Only this rank knows of the fault. The others will enter dispatch, so propagate the error in
              * dispatch. */

@@ -15,14 +15,18 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .. import _C
 from ..torch_modes import check_backward
 from .activations import as_kernel
+
+if TYPE_CHECKING:
+    from ..a2a.layer import EPAll2AllLayer
 
 WGRAD = 2  # as in grouped.py, which uses this file
 
@@ -37,14 +41,18 @@ def deferred_wgrad_of(weight: Tensor) -> DeferredWgrad | None:
 
 
 class of_one_backward:
-    """A context manager around one backward.  If it raises, the factors that it has deferred are dropped.
+    """A context manager around one backward.  If that fails, the factors that it has deferred are dropped.
 
+    On CUDA, the error of an operation comes after the backward: then they are dropped before the next use.
     The other ranks learn only of errors inside of the block, so entering it calls nothing that can fail.
+
+    layer: The layer of the backward's operations, or None if it has none.  buffer: Their buffer.
     """
 
-    __slots__ = ("before",)
+    __slots__ = ("before", "buffer", "layer")
 
-    def __init__(self, *deferred: DeferredWgrad | None) -> None:
+    def __init__(self, layer: EPAll2AllLayer | None, buffer: int, *deferred: DeferredWgrad | None) -> None:
+        self.layer, self.buffer = layer, buffer
         # A _Total of pipeline.py is not a DeferredWgrad. It keeps nothing for backward_dw.
         owners = {id(d.owner): d.owner for d in deferred if isinstance(d, DeferredWgrad) and d.owner.delays}
         self.before = [(owner, [(of, waiting, len(waiting)) for of, waiting in owner.pending])
@@ -56,11 +64,21 @@ class of_one_backward:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         if kind is None:
+            if self.before and self.layer is not None:
+                self._remember_call(self.layer)
             return
         for owner, entries in self.before:
             for _, waiting, num in entries:
                 del waiting[num:]
             owner.pending = collections.deque((of, waiting) for of, waiting, _ in entries)
+
+    def _remember_call(self, layer: EPAll2AllLayer) -> None:
+        call = layer, self.buffer, _C.layer_newest_call(layer._c, self.buffer)
+        for owner, entries in self.before:
+            old = {id(waiting): num for _, waiting, num in entries}
+            for _, waiting in owner.pending:
+                for factors in waiting[old.get(id(waiting), 0):]:
+                    factors.call = call
 
 
 def gradient_of(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offsets: Tensor,
@@ -93,6 +111,8 @@ class Factors:
         self.is_added = False  # to main_grad
         self.stream: torch.cuda.Stream | None = None
         self.ready: torch.cuda.Event | None = None
+        # The last operation of the backward: its layer, buffer and number.  On CUDA its error comes later.
+        self.call: tuple[EPAll2AllLayer, int, int] | None = None
 
     def product(self) -> Tensor:
         """Return the gradient [L, N, K]."""
@@ -114,6 +134,13 @@ class Factors:
         if device.type == "cuda":
             self.stream = torch.cuda.current_stream(device)
             self.ready = self.stream.record_event()
+
+    def has_failed(self) -> bool:
+        """Whether the backward has failed, as far as errors have been raised: the factors hold nothing."""
+        if self.call is None:
+            return False
+        layer, buffer, number = self.call
+        return _C.layer_was_void(layer._c, buffer, number)
 
     def _wait(self) -> None:
         if self.stream is None:
@@ -276,8 +303,15 @@ class WeightGradients:
                 return
         self.pending.append((step, [factors]))
 
+    def drop_failed(self) -> None:
+        """Drop the factors of backward passes whose error came later."""
+        if any(f.call is not None for _, waiting in self.pending for f in waiting):
+            self.pending = collections.deque(
+                (of, waiting) for of, waiting in self.pending if not any(f.has_failed() for f in waiting))
+
     def compute(self) -> None:
         """Compute the gradients of the oldest backward pass that waits.  After an error they wait further."""
+        self.drop_failed()
         if not self.pending:
             raise RuntimeError("backward_dw: no backward pass of this module waits for it: call it once "
                                "after each backward pass, not more often")
@@ -306,6 +340,8 @@ def check_no_delay(parameters: Iterable[Tensor], use: str, before: str) -> None:
     use, before: Parts of the error's text: what the program does with the gradients, and the call that must
     come after backward_dw().
     """
+    for g in list(_delaying):
+        g.drop_failed()
     factors = [f for g in list(_delaying) for _, fs in list(g.pending) for f in fs]
     waiting = {id(f.deferred_wgrad.parameter) for f in factors}
     if waiting and any(id(p) in waiting for p in parameters):

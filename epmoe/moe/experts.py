@@ -345,7 +345,7 @@ class _Experts(torch.autograd.Function):
         up, down = ctx.deferred_wgrads
         if up is None and down is None:  # nothing is deferred, and the host saves three calls of Python
             return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
-        with of_one_backward(up, down):
+        with of_one_backward(ctx.layer, ctx.buffer, up, down):
             return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
 
 
@@ -530,7 +530,7 @@ def _backward_of_operator(ctx: Any, dy: Tensor | None, *_: Any) -> _Gradients:
     needed, layer = ctx.needs_input_grad, layer_of(ctx.layer_id)
     if dy is None:  # what came after the experts has returned no gradient; the other ranks may have one
         dy = torch.zeros(ctx.num_tokens, layer.hidden, dtype=layer.dtype, device=layer.device)
-    with of_one_backward(*ctx.deferred_wgrads):
+    with of_one_backward(layer, ctx.buffer, *ctx.deferred_wgrads):
         x, weight, *of_parameters = _backward(ctx, layer, dy, [*needed[:2], *needed[3:7]])
     return x, weight, None, *of_parameters, *[None] * 5
 

@@ -210,7 +210,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]
     of_rows, of_gate_up, of_down, _, of_row_weight = ctx.needs_input_grad[:5]
     args = dy.contiguous(), *saved, *ctx.options, of_gate_up, of_down
     if any(d is not None for d in ctx.deferred):
-        with of_one_backward(*ctx.deferred):
+        with of_one_backward(None, 0, *ctx.deferred):
             dx, dots, d_gate_up, d_down = _gradients(*args, *ctx.deferred)
     else:
         dx, dots, d_gate_up, d_down = torch.ops.epmoe.experts_fp8_backward(*args)

@@ -368,7 +368,7 @@ class _Fp8Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with of_one_backward(*ctx.deferred_wgrads):
+        with of_one_backward(ctx.layer, ctx.buffer, *ctx.deferred_wgrads):
             return *_backward(ctx, ctx.layer, dy), *[None] * 7
 
 
