@@ -5,9 +5,11 @@ epmoe stages    one after the other, each a kernel of its own (fused=False)
 torch           sort, all_to_all_single, torch._grouped_mm, compiled SwiGLU, index_add
 torch products  torch's grouped GEMMs alone on the same rows: two forward, four backward
 Liger           its megakernel, where liger_cute_kernels can be imported
+epmoe recomputed  in 16 bits: EPMoE(recompute_gate_up=True), which keeps only the rows
 epmoe balanced  with --balance: EPMoE(balance=..), in which ranks with few rows help the others
 epmoe FP8       with --fp8: EPMoE(compute_dtype=torch.float8_e4m3fn); its errors are shown
 epmoe FP8 rowwise  with --fp8: the same with fp8_recipe="rowwise"
+epmoe FP8 rowwise recomputed  with --fp8: that with recompute_gate_up=True
 torch FP8 products  with --fp8: torch._scaled_grouped_mm alone on rows that are quantised already, with a
                 scale for each row and each column of the weights: two forward, four backward
 DeepGEMM products  with --fp8: its grouped GEMMs alone, where it can be imported: two forward, two backward
@@ -38,7 +40,8 @@ from .measure import slowest
 RANKS = 4  # a rank that is alone computes as one of them
 DEFAULT = ("seed", "dsv3", "qwen3-235b", "qwen3-30b", "mixtral")
 PASSES = ("forward", "backward", "both")
-FP8 = {"epmoe FP8": "blockwise", "epmoe FP8 rowwise": "rowwise"}  # the recipes
+FP8 = {"epmoe FP8": {"fp8_recipe": "blockwise"}, "epmoe FP8 rowwise": {"fp8_recipe": "rowwise"},
+       "epmoe FP8 rowwise recomputed": {"fp8_recipe": "rowwise", "recompute_gate_up": True}}
 # Of epmoe and those in FP8, and the names of these ratios.
 RATIOS = {"torch": "torch", "torch products": "GEMMs", "Liger": "Liger", "epmoe": "bf16"}
 NAMES = ("y", "gradient of x", "gradient of the routing weights", "gradient of gate_up_proj",
@@ -516,7 +519,7 @@ def record(run, shape, ms, sizes):
             over = None
             if name in ("epmoe", *FP8):
                 over = {RATIOS[n]: ms[n][what] for n in RATIOS if n in ms and n != name}
-            if name in ("epmoe stages", "epmoe balanced"):
+            if name in ("epmoe stages", "epmoe balanced", "epmoe recomputed"):
                 over = {n: ms[n][what] for n in ("torch", "epmoe")}
             add(f"{name} {what}", ms[name][what], factor, over)
     peers = {"torch": alone["torch inference"], "GEMMs": ms["torch products"]["forward"]}
@@ -558,13 +561,20 @@ def measure(run, shape):
         run.agree(differs(steps[name].results(), want))
     del want
     add_liger(run, shape, steps, inputs, moe, dy)
-    for fp8_step, recipe in FP8.items() if run.options.fp8 else ():
-        eight = epmoe.EPMoE(layer=fused, **options, compute_dtype=torch.float8_e4m3fn, fp8_recipe=recipe)
+    if x.dtype != torch.float32:
+        again = epmoe.EPMoE(layer=fused, **options, recompute_gate_up=True)
+        again.gate_up_proj, again.down_proj = parameters
+        steps["epmoe recomputed"] = Step(functools.partial(_of_module, again, idx), x, weight, dy, parameters)
+        pairs = zip(steps["epmoe recomputed"].results(), steps["epmoe"].results())
+        run.agree("" if all(torch.equal(a, b) for a, b in pairs) else
+                  "the results with recompute_gate_up have other bits")
+    for fp8_step, of_fp8 in FP8.items() if run.options.fp8 else ():
+        eight = epmoe.EPMoE(layer=fused, **options, compute_dtype=torch.float8_e4m3fn, **of_fp8)
         eight.gate_up_proj, eight.down_proj = parameters
         steps[fp8_step] = Step(functools.partial(_of_module, eight, idx), x, weight, dy, parameters)
         pairs = zip(steps[fp8_step].results(), steps["epmoe"].results())
         found = [relative_error(a, b) for a, b in pairs]
-        run.say(f"  FP8 {recipe} beside 16 bits, norms of errors: "
+        run.say(f"  {fp8_step.removeprefix('epmoe ')} beside 16 bits, norms of errors: "
                 + ", ".join(f"{name} {error:.1e}" for name, error in zip(NAMES, found)))
         run.agree("" if max(found) < FP8_BOUND else "the results in FP8 differ too much from those in bf16")
     balanced = None

@@ -33,7 +33,7 @@ __all__ = ["experts_forward", "spread_experts", "store_as_epmoe_reads"]
 # The options of an EPMoE that are not of its layer, and so not shared with it.
 _OF_MODULE = {"topk", "num_physical", "weight_dtype", "compute_dtype", "wgrad_dtype", "fp8_recipe",
               "delay_wgrad_compute", "fuse_wgrad_accumulation", "num_chunks", "rank_invariant", "balance",
-              "dispatch_dtype", "dtype", "bias"}
+              "dispatch_dtype", "dtype", "bias", "recompute_gate_up"}
 _alone = parts.Layers()  # of this process alone
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +37,9 @@ from ..a2a.layout import EPLayout
 from ..a2a.ops import expert_offsets, layer_of, lib, register_fake, row_dots, rows_to_trace, saved_tensors
 from ..comm.error_propagation import reported_after_plan, reporting
 from ..gemm.activations import KERNELS, Activation, Kernel, as_kernel, out_columns
-from ..gemm.grouped import WGRAD
+from ..gemm.grouped import FORWARD, WGRAD
 from ..gemm.weight_gradients import deferred_wgrad_of, gradient_at, gradient_of, of_one_backward
-from ..torch_modes import check_backward, check_mode, implement, is_batch, is_plain, is_transformed
+from ..torch_modes import call, check_backward, check_mode, implement, is_batch, is_plain, is_transformed
 from ..torch_modes import is_watched, num_not_after, record_gradient, requires_grad
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
     from ..a2a.low_latency import LowLatencyAll2All
     from .lora_products import LoraOfCall
+    from .weights import WeightFormat
 
 # gate and up [L, N, H], their bias [L, N], down [L, H, I], its bias [L, H]
 Weights: TypeAlias = tuple[Tensor, Tensor | None, Tensor, Tensor | None]
@@ -63,7 +64,7 @@ _Gradients: TypeAlias = tuple[Tensor | None, ...]  # of x, weight, and of the fo
 
 lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
            "Tensor? down_bias, str layer, int buffer, SymInt num_rows, float[] activation, "
-           "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+           "bool recompute=False, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 lib.define("experts_backward_down(Tensor dy, Tensor plan, Tensor down, Tensor? down_bias, Tensor h, Tensor "
            "row_weight, str layer, int buffer, float[] activation, Tensor? after=None) "
            "-> (Tensor, Tensor, Tensor, Tensor)")
@@ -93,6 +94,27 @@ def is_one_call(layer: EPAll2AllLayer | LowLatencyAll2All, weights: Weights) -> 
             and (layer.device.type == "cpu" or fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
 
 
+def check_recompute(recompute: bool, format: WeightFormat, hidden: int, inner: int, computes_fp8: bool,
+                    **others: Any) -> bool:
+    """Return whether a backward computes gate and up again, or raise ValueError where it cannot.
+
+    others: name -> whether EPMoE has got that option, with which it cannot.
+    """
+    if not recompute:
+        return False
+    if not format.has_gradients:
+        raise ValueError(f"recompute_gate_up: weights in {format.title} have no gradients: leave it out")
+    if format.dtype == torch.float32:
+        raise ValueError("recompute_gate_up with dtype float32: each product has its own place in the graph, "
+                         "which keeps its input: use torch.utils.checkpoint, or 16 bits")
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ValueError(f"recompute_gate_up: not with {given[0]}")
+    for name, size in (("hidden", hidden), ("inner", inner)) if not computes_fp8 else ():
+        if not fits_kernels(size):
+            raise ValueError(f"{name} {size} with recompute_gate_up: must be a multiple of 16")
+    return True
+
+
 def fits_kernels(*sizes: int) -> bool:
     """Whether the kernels take weights of these sizes."""
     return all(0 < n <= 1 << 24 and n % 16 == 0 for n in sizes)
@@ -100,18 +122,20 @@ def fits_kernels(*sizes: int) -> bool:
 
 def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor, parameters: Weights,
         activation: Activation, scales: Scales | None = None, lora: LoraOfCall | None = None,
-        balancer: Balancer | None = None, as_operators: bool = False) -> tuple[Tensor, EPLayout]:
+        balancer: Balancer | None = None, as_operators: bool = False,
+        recompute: bool = False) -> tuple[Tensor, EPLayout]:
     """Plan, and apply the experts.  Returns (y, layout).
 
     as_operators: something must see operators, which a call with an adapter does not have.  scales: those of
     weights of 4 bits, which have no gradients.  lora: an adapter or a mixture, beside which the weights have
-    no gradients either.  balancer: what lets ranks help each other, of weights alone.
+    no gradients either.  balancer: what lets ranks help each other, of weights alone.  recompute: the backward
+    computes gate and up again.
     """
     layout, first = None, _C.OP_PLAN  # the first operation that this rank has not entered
     try:
         plain = is_plain()
         if lora is None and (as_operators or not plain and is_transformed()):
-            return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation)
+            return _run_as_operators(layer, tokens, topk_idx, topk_weights, parameters, activation, recompute)
         kernel = type(activation) is str and KERNELS.get(activation) or as_kernel(activation)
         if not plain:
             check_mode(tokens, topk_weights, *parameters, *(lora.factors if lora else ()))
@@ -126,7 +150,7 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         if lora is not None and requires_grad(tokens, weight, *lora.factors):
             return lora.apply(tokens, weight, parameters, layer, indices, layout, kernel), layout
         if lora is None and scales is None and requires_grad(tokens, weight, *parameters):
-            of_call = layer, indices, layout, kernel, balancer  # one argument: torch examines each one
+            of_call = layer, indices, layout, kernel, balancer, recompute  # torch examines each argument
             return _Experts.apply(tokens, weight, *parameters, of_call), layout
         y, rows, *_ = forward(layer, tokens, indices, weight, layout, parameters, kernel, -1, False, scales,
                               lora.low() if lora else (None, None), balancer,
@@ -141,22 +165,24 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
 
 
 def _run_as_operators(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: Tensor,
-                      parameters: Weights, activation: Activation) -> tuple[Tensor, EPLayout]:
+                      parameters: Weights, activation: Activation,
+                      recompute: bool) -> tuple[Tensor, EPLayout]:
     layout, weight, num_rows = layer._prepare(_C.OP_PLAN, tokens, topk_idx, topk_weights, None, None, 0)
     if num_rows < 0 and layer._unread_rows:
         y, _, layout.recv = _run_planned(layer, layout, tokens, weight, parameters, layer._unread_rows,
-                                         activation)
+                                         activation, recompute)
         return y, layout
-    y, rows, recv = _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation)
+    y, rows, recv = _run_planned(layer, layout, tokens, weight, parameters, num_rows, activation, recompute)
     layer._set_dispatched(layout, rows, recv)
     return y, layout
 
 
 @reported_after_plan(_C.OP_DISPATCH)
 def _run_planned(layer: EPAll2AllLayer, layout: EPLayout, tokens: Tensor, weight: Tensor | None,
-                 parameters: Weights, num_rows: int, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
+                 parameters: Weights, num_rows: int, activation: Activation,
+                 recompute: bool) -> tuple[Tensor, Tensor, Tensor]:
     y, rows, _, _, recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
-                                                  layout.buffer, num_rows, as_kernel(activation))
+                                                  layout.buffer, num_rows, as_kernel(activation), recompute)
     return y, rows, recv
 
 
@@ -173,7 +199,7 @@ def as_float32(topk_weights: Tensor) -> Tensor:
 def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: Tensor, layout: EPLayout,
             parameters: Weights, kernel: Kernel, num_rows: int, saves: bool, scales: Scales | None = None,
             low: tuple[Low | None, Low | None] = (None, None), balancer: Balancer | None = None,
-            wanted: Sequence[bool] = (), mixture: Mixture | None = None) -> tuple[
+            wanted: Sequence[bool] = (), mixture: Mixture | None = None, recompute: bool = False) -> tuple[
                 Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Run the experts.  Returns (y, rows, h, row_weight, recv, low_rows of gate_up, low_rows of down).
 
@@ -181,7 +207,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
     come, or more.  -1: as many as come, a number that only the plan has.  saves: for a backward.  low: LoRA
     beside gate and up, and beside down.  balancer: what may make a second plan, in which ranks help others.
     wanted: of which parameters the backward will have gradients, where there is a balancer.  mixture: low has
-    the factors of several adapters.
+    the factors of several adapters.  recompute: there is no h, also for a backward.
     Outputs may be allocated before the number of rows is known: see a2a/layer.py.  When the operations have
     run, the layout has recv, and the number of rows if the host knows it.
     """
@@ -217,7 +243,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
             row_weight = empty((n,), (1,), torch.float32)
             low_up, low_down = low_rows_of(empty, n, low[0], 1), low_rows_of(empty, n, low[1], 1)
             row_tag = None if tag is None else empty((n,), (1,), torch.int32)
-            h = empty((n, columns), (columns, 1), dtype) if saves else None
+            h = empty((n, columns), (columns, 1), dtype) if saves and not recompute else None
             # The first product has read the rows by then; but a backward reads them, too.
             out_rows = empty((n, hidden), (hidden, 1), dtype) if saves else rows
         except Exception:
@@ -245,7 +271,7 @@ def forward(layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor | None, weight: T
         layout._num_rows = sum(layout._expert_rows)
     if known is None:
         layout._num_rows = found = found if awaits_rows else n
-        if h is not None and found < n:
+        if saves and found < n:
             for t in rows, row_weight, h, low_up, low_down:
                 if t is not None:
                     t.resize_(found, *t.shape[1:])
@@ -328,12 +354,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
                 down: Tensor, down_bias: Tensor | None,
-                of_call: tuple[EPAll2AllLayer, Tensor | None, EPLayout, Kernel, Balancer | None]) -> Tensor:
-        layer, topk_idx, layout, kernel, balancer = of_call
+                of_call: tuple[EPAll2AllLayer, Tensor | None, EPLayout, Kernel, Balancer | None,
+                               bool]) -> Tensor:
+        layer, topk_idx, layout, kernel, balancer, recompute = of_call
         parameters = gate_up, gate_up_bias, down, down_bias
         y, rows, h, row_weight, recv, *_ = forward(layer, x, topk_idx, weight, layout, parameters, kernel,
                                                    layer._unread_rows or -1, True, balancer=balancer,
-                                                   wanted=ctx.needs_input_grad[2:6])
+                                                   wanted=ctx.needs_input_grad[2:6], recompute=recompute)
         ctx.layer, ctx.buffer, ctx.kernel, ctx.num_tokens = layer, layout.buffer, kernel, x.shape[0]
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
         ctx.balancer, ctx.helps = balancer, layout._helps
@@ -347,6 +374,13 @@ class _Experts(torch.autograd.Function):
             return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
         with of_one_backward(ctx.layer, ctx.buffer, up, down):
             return *_backward(ctx, ctx.layer, dy, ctx.needs_input_grad[:6]), None
+
+
+def _gate_and_up(layer: EPAll2AllLayer, rows: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
+                 plan: Tensor) -> Tensor:
+    """Return gate and up of the rows, with the bits of the forward."""
+    tensors = rows, gate_up, expert_offsets(layer, plan), bias_of(layer, gate_up_bias), None, None, None
+    return cast(Tensor, call("grouped_gemm", tensors, FORWARD, as_kernel(None), False, None))
 
 
 def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool]) -> _Gradients:
@@ -381,6 +415,8 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
                                       f"{layer.dtype}: use dtype=torch.float32")
         dy = dy.contiguous()
+        if h is None:
+            h = _gate_and_up(layer, rows, gate_up, gate_up_bias, plan)
         if as_operators:
             g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
                 dy, plan, down, down_bias, h, row_weight, layer.id, ctx.buffer, ctx.kernel)
@@ -436,12 +472,14 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
 
 def _run_experts(x: Tensor, weight: Tensor, plan: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
                  down: Tensor, down_bias: Tensor | None, layer_id: str, buffer: int, num_rows: int,
-                 activation: Kernel,
+                 activation: Kernel, recompute: bool = False,
                  after: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
     layer, parameters = layer_of(layer_id), (gate_up, gate_up_bias, down, down_bias)
     layout = EPLayout(layer, plan, x.shape[0], buffer)
     try:
-        return forward(layer, x, None, weight, layout, parameters, activation, num_rows, True)[:5]
+        y, rows, h, row_weight, recv, *_ = forward(layer, x, None, weight, layout, parameters, activation,
+                                                   num_rows, True, recompute=recompute)
+        return y, rows, layer._empty(0, gate_up.shape[1]) if h is None else h, row_weight, recv
     except Exception:
         if layout.recv is not None:
             raise  # the operations have run: nobody waits for this rank
@@ -483,14 +521,14 @@ for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_back
 
 @register_fake("experts")
 def _(x: Tensor, weight: Tensor, plan: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
-      down_bias: Tensor | None, layer_id: str, buffer: int, num_rows: int, *_: Any,
-      **__: Any) -> tuple[Tensor, ...]:
+      down_bias: Tensor | None, layer_id: str, buffer: int, num_rows: int, activation: Kernel,
+      recompute: bool = False, **__: Any) -> tuple[Tensor, ...]:
     layer = layer_of(layer_id)
     num_rows = rows_to_trace(layer, num_rows)
     like = x.new_empty(0, dtype=layer.dtype)
     return (like.new_empty(x.shape[0], layer.hidden), like.new_empty(num_rows, layer.hidden),
-            like.new_empty(num_rows, gate_up.shape[1]), x.new_empty(num_rows, dtype=torch.float32),
-            plan.new_empty(layer._recv_words))
+            like.new_empty(0 if recompute else num_rows, gate_up.shape[1]),
+            x.new_empty(num_rows, dtype=torch.float32), plan.new_empty(layer._recv_words))
 
 
 @register_fake("experts_backward_down")
@@ -516,14 +554,15 @@ def _(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, ctx.kernel, _ = inputs
+    x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, ctx.kernel, recompute, _ = inputs
     _, rows, h, row_weight, recv = output
     ctx.num_tokens = x.shape[0]
     ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
     ctx.balancer = ctx.helps = None
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rows, h, row_weight, recv)
-    ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)
+    ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, None if recompute else h,
+                          row_weight, recv)
 
 
 def _backward_of_operator(ctx: Any, dy: Tensor | None, *_: Any) -> _Gradients:
@@ -532,7 +571,7 @@ def _backward_of_operator(ctx: Any, dy: Tensor | None, *_: Any) -> _Gradients:
         dy = torch.zeros(ctx.num_tokens, layer.hidden, dtype=layer.dtype, device=layer.device)
     with of_one_backward(layer, ctx.buffer, *ctx.deferred_wgrads):
         x, weight, *of_parameters = _backward(ctx, layer, dy, [*needed[:2], *needed[3:7]])
-    return x, weight, None, *of_parameters, *[None] * 5
+    return x, weight, None, *of_parameters, *[None] * 6
 
 
 record_gradient(lib, "experts", _save, _backward_of_operator)

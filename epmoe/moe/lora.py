@@ -215,6 +215,9 @@ def _check_module(moe: EPMoE, what: str) -> None:
     if moe.computes_fp8:
         raise ValueError(f"{what}: not with compute_dtype in FP8: leave compute_dtype out, or give the "
                          f"frozen weights FP8 by weight_dtype=torch.float8_e4m3fn")
+    if moe.recompute_gate_up:
+        raise ValueError(f"{what}: not with recompute_gate_up: the product of an adapter with gate and up is "
+                         f"kept, so leave it out")
     if moe._has_other_gradients:
         raise ValueError(f"{what}: not with delay_wgrad_compute or fuse_wgrad_accumulation: the weights have "
                          f"no gradients beside an adapter, so leave these options out")
@@ -458,7 +461,7 @@ def add_adapter(moe: EPMoE, name: str, r: int, alpha: float,
 
     Raises:
         ValueError: On this rank, for an argument out of range, a name that is taken, and for a module
-            with compute_dtype, delay_wgrad_compute or fuse_wgrad_accumulation.
+            with compute_dtype, recompute_gate_up, delay_wgrad_compute or fuse_wgrad_accumulation.
         TypeError: On this rank, for a wrong type or dtype.
         RuntimeError: On this rank, after fully_shard.
         PeerError: On the other ranks, when one rank raises one of these.

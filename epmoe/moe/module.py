@@ -20,13 +20,14 @@ from ..a2a.fused import EpAll2AllFusedOp
 from ..a2a.low_latency import LowLatencyAll2All
 from ..comm.device import integer
 from ..comm.error_propagation import check_plain
+from ..comm.nodes import Nodes
 from ..comm.validation import agree
 from ..gemm.activations import Activation, is_gated
 from ..gemm.grouped import aligned, grouped_gemm, is_transposed
 from ..gemm.quantize import dequantize_fp8, quantize_fp8
 from ..gemm.weight_gradients import WeightGradients
 from ..torch_modes import check_recordable, is_traced, is_transformed, is_watched, join_backward
-from ..torch_modes import without_dynamo
+from ..torch_modes import requires_grad, without_dynamo
 from . import balance as balancing, checkpoint, chunks, decode as decoding, experts as experts_ops
 from . import formats, fp8, fp8_training
 from . import guards, lora, lora_products, move as moving, numerics, placement, shards, statistics
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from ..a2a.layer import EPAll2AllLayer
     from ..a2a.layout import EPLayout
     from ..comm.heap import SymmetricHeap
-    from ..comm.nodes import Nodes
     from ..comm.world import World
 
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -170,6 +170,7 @@ class EPMoEOptions(TypedDict, total=False):
     compute_dtype: torch.dtype | None
     wgrad_dtype: torch.dtype | None
     fp8_recipe: fp8_training.Recipe | None
+    recompute_gate_up: bool
     delay_wgrad_compute: bool
     fuse_wgrad_accumulation: bool
     num_chunks: int | None
@@ -287,6 +288,10 @@ class EPMoE(nn.Module):
             and for each block of 128 by 128 of the weights, as DeepSeek-V3 has; or "rowwise": one for each
             row and one for each expert, which is faster on Hopper.  The kernels that communicate while they
             multiply do not have it.
+        recompute_gate_up: True: the backward multiplies by gate_up_proj again, instead of keeping gate and up
+            [M, 2I] from the forward.  The bits are the same.  For training in bfloat16 and float16, also with
+            compute_dtype; without balance and adapters, and without compute_dtype on one node only, with
+            token_saving.
         delay_wgrad_compute: True: the backward leaves the gradients of the weights to backward_dw.
         fuse_wgrad_accumulation: True: add the gradient of a weight p to p.main_grad, which the caller sets, a
             tensor of p's shape and of float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.
@@ -319,6 +324,7 @@ class EPMoE(nn.Module):
         layer: The communication layer.
         balance: The Balance, or None.
         rank_invariant: As passed.
+        recompute_gate_up: As passed.
         num_experts: E.
         expert_map: The ExpertMap of topk_idx, or None where each expert is its own physical one.
         gradient_scale: A number by which the gradients of the parameters are multiplied: 1 by default, 1 / W
@@ -391,7 +397,7 @@ class EPMoE(nn.Module):
                  weight_dtype: WeightDtype | None = None, dispatch_dtype: torch.dtype | None = None,
                  compute_dtype: torch.dtype | None = None, wgrad_dtype: torch.dtype | None = None,
                  fp8_recipe: fp8_training.Recipe | None = None,
-                 delay_wgrad_compute: bool = False,
+                 recompute_gate_up: bool = False, delay_wgrad_compute: bool = False,
                  fuse_wgrad_accumulation: bool = False, num_chunks: int | None = None,
                  rank_invariant: bool = False, capacity: int | None = None, rank: int | None = None,
                  world_size: int | None = None,
@@ -441,6 +447,11 @@ class EPMoE(nn.Module):
                 options["host_counts"] = True
             self.computes_fp8 = fp8_training.check_compute_dtype(compute_dtype, self._format, hidden, inner,
                                                                  token_saving, wgrad_dtype, fp8_recipe)
+            self.recompute_gate_up = experts_ops.check_recompute(
+                recompute_gate_up, self._format, hidden, inner, self.computes_fp8,
+                **{"balance": self.balance is not None,
+                   "token_saving=False": not token_saving and not self.computes_fp8,
+                   "several nodes, without compute_dtype": isinstance(world, Nodes) and not self.computes_fp8})
             if not self._format.has_gradients and self._has_other_gradients:
                 raise ValueError(f"delay_wgrad_compute and fuse_wgrad_accumulation: weights in "
                                  f"{self._format.title} have no gradients: leave these options out")
@@ -866,6 +877,10 @@ class EPMoE(nn.Module):
            dispatch, the products, combine.
         """
         try:
+            if self.recompute_gate_up and not (at_once or self.computes_fp8) and requires_grad(
+                    x, topk_weights, *weights):
+                raise ValueError(f"recompute_gate_up needs contiguous weights of {self.layer.dtype}: leave it "
+                                 f"out, or give the parameters such tensors")
             scales = None if self._format.has_gradients else self._format.scales(self)
             adapter = None if self._lora is None else lora.adapter_of_call(self)
             of_call = None
@@ -885,7 +900,7 @@ class EPMoE(nn.Module):
                     self._count(counts)
                 return y, None
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation, scales,
-                                   of_call, balancer, as_operators=watched)
+                                   of_call, balancer, watched, self.recompute_gate_up)
         if self.computes_fp8:
             return fp8_training.run(self, cast("EPAll2AllLayer", layer), x, topk_idx, topk_weights, weights)
         gate_up, gate_up_bias, down, down_bias = weights
@@ -1330,6 +1345,8 @@ class EPMoE(nn.Module):
         few += f"products in FP8, {self.fp8_recipe}, " if self.computes_fp8 else ""
         if self._format.sends_fp8 and not self.is_fp8:
             few += "tokens sent in FP8, "
+        if self.recompute_gate_up:
+            few += "gate and up recomputed, "
         return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
                 f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
                 f"activation={self.activation}, {few}rank={layer.rank} of {layer.world_size}")
