@@ -256,6 +256,39 @@ def test_experts_free_gate_and_up_before_the_gradients_of_weights(ranks, keeps, 
         assert alive == ([num_saved, 0] if keeps else [0])
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": False}], ids=str)
+def test_experts_free_rows_before_the_gradient_of_gate_and_up(ranks, monkeypatch, options):
+    """With many rows, this gradient gets memory when the rows of dy are free again. The bits are the same."""
+    case = dataclasses.replace(Experts(hidden=256, inner=128), max_tokens=64)
+
+    def run(world, device):
+        t = tensors(case, world.rank, world.size, device)
+        moe = make_moe(world, device, case, t, **options)
+        wanted = step(moe, t, LEAVES)
+        experts_up, gradient_of, alive = _C.layer_experts_up, experts_ops.gradient_of, []
+
+        def observed(layer, buffer, arguments):
+            alive.extend(weakref.ref(a) for a in arguments[6:8])  # g and weighted
+            return experts_up(layer, buffer, arguments)
+
+        def observed_gradient(*arguments):
+            alive[:] = [a() is not None for a in alive]
+            return gradient_of(*arguments)
+
+        monkeypatch.setattr(experts_ops, "MANY_ROWS_BYTES", 0)
+        monkeypatch.setattr(_C, "layer_experts_up", observed)
+        monkeypatch.setattr(experts_ops, "gradient_of", observed_gradient)
+        found = step(moe, t, LEAVES)
+        moe.layer.synchronize()
+        moe.finalize()
+        return wanted, found, alive
+
+    for wanted, found, alive in ranks(run, world_size=1):
+        assert alive == [False, False]
+        for name, value in wanted.items():
+            same_bits(found[name], value, name)
+
+
 def test_experts_have_no_second_derivatives_in_16_bits(ranks):
     case = Experts(bias=False)
 

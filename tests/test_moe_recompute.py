@@ -221,7 +221,8 @@ def test_moe_recompute_refuses_16_bits_over_nodes():
 def test_moe_recompute_needs_weights_that_the_module_takes_at_once(ranks):
     def run(world, device):
         moe = epmoe.EPMoE(H, I, E, K, world, max_tokens=T, device=device, recompute_gate_up=True)
-        moe.down_proj = torch.nn.Parameter(moe.down_proj.detach().transpose(1, 2).contiguous().transpose(1, 2))
+        transposed = moe.down_proj.detach().transpose(1, 2).contiguous()
+        moe.down_proj = torch.nn.Parameter(transposed.transpose(1, 2))
         x, idx, weight, dy = inputs(world, device)
         got = outcome(lambda: moe(x, idx, weight).backward(dy), moe.layer)
         with torch.no_grad():

@@ -57,6 +57,8 @@ NO_SCALES = None, None, None, None
 # LoRA beside a weight: `low_in` and `low_out` of csrc/protocol/ops.h
 Low: TypeAlias = tuple[Tensor, Tensor]
 NO_LOW = None, None
+# From so many bytes of rows on, a backward rather makes one more call than hold them longer.
+MANY_ROWS_BYTES = 1 << 27
 # of a mixture of adapters: `tag` and `adapter_columns` of csrc/protocol/ops.h
 Mixture: TypeAlias = tuple[Tensor, int]
 _T = TypeVar("_T", Tensor, Tensor | None)
@@ -128,8 +130,8 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
 
     as_operators: something must see operators, which a call with an adapter does not have.  scales: those of
     weights of 4 bits, which have no gradients.  lora: an adapter or a mixture, beside which the weights have
-    no gradients either.  balancer: what lets ranks help each other, of weights alone.  recompute: the backward
-    computes gate and up again.
+    no gradients either.  balancer: what lets ranks help each other, of weights alone.  recompute: the
+    backward computes gate and up again.
     """
     layout, first = None, _C.OP_PLAN  # the first operation that this rank has not entered
     try:
@@ -427,8 +429,10 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
         ctx.maybe_clear_saved_tensors()
         del h
         # The call of the module makes the gradient of a weight. But a deferred wgrad takes its factors (that
-        # of a frozen weight is None), and a compiler sees a product of its own.
-        is_apart_up = as_operators or deferred_up is not None
+        # of a frozen weight is None), and a compiler sees a product of its own. With many rows the gradient
+        # of gate and up, the largest tensor of a step, gets memory only when g and weighted are free again.
+        is_apart_up = as_operators or deferred_up is not None or (
+            (g.numel() + weighted.numel()) * g.element_size() >= MANY_ROWS_BYTES)
         is_apart_down = as_operators or deferred_down is not None
         if of_down:
             d_down = (gradient_of(deferred_down, g, weighted, expert_offsets(layer, plan)) if is_apart_down
@@ -449,6 +453,7 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor, needed: Sequence[bool
             dx, d_weight, _ = backward_up(layer, d_h, gate_up, dots, plan, recv, rows, g, weighted,
                                           None if is_apart_down else d_down, out_rows, d_gate_up, ctx.buffer,
                                           ctx.num_tokens)
+            del g, weighted, out_rows
     returns_gradients = helps is not None and any(helps.wanted)
     with reporting(layer, _C.OP_BARRIER, ctx.buffer, plan) if returns_gradients else contextlib.nullcontext():
         if of_gate_up and is_apart_up:
@@ -554,7 +559,8 @@ def _(g: Tensor, row_weight: Tensor | None, offsets: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer_id, ctx.buffer, _, ctx.kernel, recompute, _ = inputs
+    x, _, plan, gate_up, gate_up_bias, down, down_bias, *others = inputs
+    ctx.layer_id, ctx.buffer, _, ctx.kernel, recompute, _ = others
     _, rows, h, row_weight, recv = output
     ctx.num_tokens = x.shape[0]
     ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)

@@ -450,8 +450,8 @@ class EPMoE(nn.Module):
             self.recompute_gate_up = experts_ops.check_recompute(
                 recompute_gate_up, self._format, hidden, inner, self.computes_fp8,
                 **{"balance": self.balance is not None,
-                   "token_saving=False": not token_saving and not self.computes_fp8,
-                   "several nodes, without compute_dtype": isinstance(world, Nodes) and not self.computes_fp8})
+                   "token_saving=False": not token_saving,
+                   "several nodes without compute_dtype": not self.computes_fp8 and isinstance(world, Nodes)})
             if not self._format.has_gradients and self._has_other_gradients:
                 raise ValueError(f"delay_wgrad_compute and fuse_wgrad_accumulation: weights in "
                                  f"{self._format.title} have no gradients: leave these options out")
@@ -879,8 +879,8 @@ class EPMoE(nn.Module):
         try:
             if self.recompute_gate_up and not (at_once or self.computes_fp8) and requires_grad(
                     x, topk_weights, *weights):
-                raise ValueError(f"recompute_gate_up needs contiguous weights of {self.layer.dtype}: leave it "
-                                 f"out, or give the parameters such tensors")
+                raise ValueError(f"recompute_gate_up needs contiguous weights of {self.layer.dtype}: leave "
+                                 f"it out, or give the parameters such tensors")
             scales = None if self._format.has_gradients else self._format.scales(self)
             adapter = None if self._lora is None else lora.adapter_of_call(self)
             of_call = None
