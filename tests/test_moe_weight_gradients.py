@@ -407,12 +407,14 @@ def test_moe_gradients_beside_data_parallelism():
 def failed_backward(world, device, options):
     """The backward of rank 1 fails after another rank has deferred a gradient. The next steps are right."""
     moe = epmoe.EPMoE(32, 32, 4, 2, world, max_tokens=16, device=device, **options)
-    plain = epmoe.EPMoE(32, 32, 4, 2, layer=moe.layer, compute_dtype=options.get("compute_dtype"))
+    dtype = moe.layer.dtype
+    plain = epmoe.EPMoE(32, 32, 4, 2, layer=moe.layer, compute_dtype=options.get("compute_dtype"),
+                        dtype=dtype)
     plain.load_state_dict(moe.state_dict())
     for p in moe.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.float32)
     g = torch.Generator().manual_seed(world.rank)
-    x = torch.randn(8, 32, generator=g).bfloat16().to(device).requires_grad_()
+    x = torch.randn(8, 32, generator=g).to(device, dtype).requires_grad_()
     weight, idx = (t.to(device) for t in torch.rand(8, 4, generator=g).topk(2))
     inputs = {"inputs": [x]} if world.rank == 1 else {}
     kind = outcome(lambda: moe(x, idx, weight).float().sum().backward(**inputs), moe.layer).kind
@@ -431,10 +433,10 @@ def failed_backward(world, device, options):
 
 
 @pytest.mark.parametrize("options", (DELAY, DELAY | FUSE), ids=str)
-@pytest.mark.parametrize("compute_dtype", (None, torch.float8_e4m3fn), ids=str)
-def test_moe_gradients_of_a_backward_that_failed_are_not_kept(ranks, options, compute_dtype):
-    if compute_dtype is not None:
-        options = options | {"compute_dtype": compute_dtype}
+@pytest.mark.parametrize("dtypes", ({}, {"compute_dtype": torch.float8_e4m3fn}, {"dtype": torch.float32}),
+                         ids=str)
+def test_moe_gradients_of_a_backward_that_failed_are_not_kept(ranks, options, dtypes):
+    options = options | dtypes
     results = ranks(failed_backward, options, world_size=2, at_least=2)
     for rank, (kind, same, num_waiting) in enumerate(results):
         assert kind == ("RuntimeError" if rank == 1 else "PeerError") and same and num_waiting == 0

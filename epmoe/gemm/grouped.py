@@ -15,7 +15,7 @@ from ..torch_modes import requires_grad
 from .activations import (Activation, Kernel, activate, activation_of, as_kernel, has_gates, has_gates_first,
                           out_columns)
 from .four_bit import dequantize, format_of
-from .weight_gradients import gradient_of, deferred_wgrad_of
+from .weight_gradients import deferred_wgrad_of, gradient_of_node
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, "
@@ -204,7 +204,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
     def product(kind: int, left: Tensor, right: Tensor) -> Tensor | None:
         if kind == WGRAD:
-            return gradient_of(ctx.deferred_wgrad, left, right, offsets, ctx.portable)
+            return gradient_of_node(ctx.deferred_wgrad, left, right, offsets, ctx.portable)
         # What comes before may read the gradients of all rows, also of those that belong to no expert.
         return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, None, None, kind,
                                             as_kernel(None), ctx.portable, None, zeros=True)

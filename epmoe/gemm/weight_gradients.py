@@ -87,6 +87,25 @@ def gradient_of(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offsets: T
     return gradient_of_factors(deferred, Factors(a, b, offsets, portable=portable))
 
 
+def gradient_of_node(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offsets: Tensor,
+                     portable: bool) -> Tensor | None:
+    """Do what gradient_of does, in a node of autograd for one product.
+
+    After these nodes, the layer may combine the gradients of the rows.  There the other ranks learn of an
+    error here.
+    """
+    factors, step = Factors(a, b, offsets, portable=portable), None if deferred is None else deferred.step
+    try:
+        grad = gradient_of_factors(deferred, factors)
+        if step is not None and step.layer is not None:
+            factors.call = step.layer, 0, _C.layer_newest_call(step.layer._c, 0) + step.combines
+        return grad
+    except Exception as error:
+        if step is None or step.layer is None or not step.combines:
+            raise
+        step.layer._propagate(_C.OP_COMBINE, error, 0)
+
+
 def gradient_of_factors(deferred: DeferredWgrad | None, factors: Factors) -> Tensor | None:
     """Return the gradient [L, N, K] of weights, or what deferred returns."""
     return factors.product() if deferred is None else deferred.take(factors)
@@ -209,10 +228,23 @@ class _Later(torch.autograd.Function):
         return grad if grad is None else grad.view_as(ctx.factors.deferred_wgrad.parameter), None
 
 
+class Step:
+    """A forward pass and its backwards.
+
+    layer: The layer of their operations, in its buffer 0, or None.  combines: Whether each backward ends with
+    a combine.
+    """
+
+    __slots__ = ("combines", "layer")
+
+    def __init__(self, layer: EPAll2AllLayer | None, combines: bool) -> None:
+        self.layer, self.combines = layer, combines
+
+
 class DeferredWgrad:
     """Takes the factors of the gradient of one parameter, in the backward of one forward pass."""
 
-    def __init__(self, owner: WeightGradients, step: object, parameter: Tensor, scale: float,
+    def __init__(self, owner: WeightGradients, step: Step, parameter: Tensor, scale: float,
                  shape: torch.Size) -> None:
         self.owner, self.step, self.parameter = owner, step, parameter
         self.scale, self.shape = scale, shape  # a factor of the gradient, and [L, N, K]
@@ -256,21 +288,24 @@ class WeightGradients:
     def __init__(self, delays: bool, fuses: bool) -> None:
         self.delays, self.fuses = bool(delays), bool(fuses)
         # (forward pass, factors) of each backward, in their order
-        self.pending: collections.deque[tuple[object, list[Factors]]] = collections.deque()
-        self._step: object = None
+        self.pending: collections.deque[tuple[Step, list[Factors]]] = collections.deque()
+        self._step = Step(None, False)
         if self.delays:
             _watch(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightGradients:
         return WeightGradients(self.delays, self.fuses)  # what waits is the original's
 
-    def begin(self, parameters: Mapping[str, Tensor]) -> None:
+    def begin(self, parameters: Mapping[str, Tensor], layer: EPAll2AllLayer | None = None,
+              combines: bool = False) -> None:
         """Begin a forward pass.  Raises for parameters that cannot have a deferred wgrad.
 
         Args:
             parameters: {name: parameter} of those that require grad.
+            layer: See Step.
+            combines: See there.
         """
-        self._step = object()
+        self._step = Step(layer, combines)
         for name, p in parameters.items():
             if not p.is_leaf or not p.is_contiguous():
                 raise RuntimeError(f"{name} is a view or has other strides, but delay_wgrad_compute and "
@@ -294,7 +329,7 @@ class WeightGradients:
         alias._epmoe_deferred_wgrad = deferred
         return alias
 
-    def add(self, step: object, factors: Factors) -> None:
+    def add(self, step: Step, factors: Factors) -> None:
         """Keep the factors of a weight until backward_dw."""
         for of, waiting in self.pending:
             # with retain_graph=True, a forward pass may have several backwards

@@ -760,7 +760,7 @@ class EPMoE(nn.Module):
             if decode is not None:
                 decoding.check_path(path, decode, tokens, topk_weights, *self.parameters())
             if self._weight_gradients is not None:
-                self._begin_gradients()
+                self._begin_gradients(tokens, topk_weights)
             weights = self._weights()
             if not is_compiling and torch.is_inference_mode_enabled():
                 check_recordable(x, topk_weights, *weights, *self._adapter_leaves())
@@ -1032,11 +1032,13 @@ class EPMoE(nn.Module):
     def _fuses_gradients(self) -> bool:
         return self._weight_gradients is not None and self._weight_gradients.fuses
 
-    def _begin_gradients(self) -> None:
+    def _begin_gradients(self, tokens: Tensor, topk_weights: Tensor) -> None:
         """Begin a forward pass.  Raises RuntimeError for parameters whose gradients cannot go elsewhere."""
         if self._weight_gradients is not None and torch.is_grad_enabled():
             wanted = {n: getattr(self, n) for n in WEIGHTS}
-            self._weight_gradients.begin({n: p for n, p in wanted.items() if p.requires_grad})
+            layer = self.layer if self.layer.nodes is None else None
+            self._weight_gradients.begin({n: p for n, p in wanted.items() if p.requires_grad}, layer,
+                                         requires_grad(tokens, topk_weights))
 
     def backward_dw(self) -> None:
         """Compute the gradients of the weights of the oldest backward pass that waits.  Not collective.
