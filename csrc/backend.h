@@ -114,7 +114,9 @@ typedef struct {
     uint64_t num_ops;
     /* An operation that was void, and those that were begun before its error was raised, do not count in
      * num_ops. With num_uncounted, each operation has a number of its own. voids: the numbers of the newest
-     * operations that were void, of num_voids in all. */
+     * operations that were void, of num_voids in all. was_captured: an operation was captured in a CUDA
+     * graph, so that the host no longer knows the numbers of those that run. */
+    bool was_captured;
     uint64_t num_uncounted, num_voids;
     struct {
         uint64_t first, last;
@@ -129,8 +131,9 @@ int ep_comm_open(EpCommBuffer *b, const EpShape *shape);
 void ep_comm_close(EpCommBuffer *b); /* local */
 /* Begin the call record of an operation of this buffer, an EP_OP_WORD. ep_world_end_call ends it. */
 uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t word, uint64_t num_tokens, int code, void *stream);
-/* The number of the newest operation of this buffer, and whether an operation was void. Of an operation
- * before the EP_NUM_VOIDS newest errors nobody knows, so it counts as void. */
+/* The number of the newest operation of this buffer, and whether an operation was void: false after a
+ * capture. Of an operation before the EP_NUM_VOIDS newest errors nobody knows, so it counts as void. was_void
+ * waits for no operation. */
 uint64_t ep_comm_newest_call(const EpCommBuffer *b);
 bool ep_comm_was_void(const EpCommBuffer *b, uint64_t number);
 /* Called before an operation: 0, or the error of the world or of an earlier operation of this buffer. */

@@ -357,8 +357,9 @@ int ep_layer_barrier(EpLayer *layer, uint32_t buffer, void *stream);
 int ep_layer_sync(EpLayer *layer, void *stream);
 /* The number of the newest operation of this rank on a buffer. Numbers ascend, and none is used again. */
 int ep_layer_newest_call(EpLayer *layer, uint32_t buffer, uint64_t *number);
-/* Whether the operation of this number had no effect on any rank, as far as errors have been raised. Of one
- * before the 16 newest errors on the buffer nobody knows, so it counts as such. */
+/* Whether the operation of this number had no effect on any rank, as far as errors have been raised: false in
+ * a forked child, and after an operation was captured in a CUDA graph. Of one before the 16 newest errors on
+ * the buffer nobody knows, so it counts as such. Waits for no operation. */
 int ep_layer_was_void(EpLayer *layer, uint32_t buffer, uint64_t number, bool *was_void);
 /* From now on, the fused kernels on this buffer write the times of their warps' work to `events`, i64
  * [blocks * 12 * capacity * 2], zeroed. NULL stops this. EP_EINVAL if the module was built without the

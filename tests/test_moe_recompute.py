@@ -1,5 +1,7 @@
 """EPMoE(recompute_gate_up=True): the backward multiplies by gate_up_proj again, with the same bits."""
 
+import weakref
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -234,3 +236,60 @@ def test_moe_recompute_needs_weights_that_the_module_takes_at_once(ranks):
     results = ranks(run, world_size=2)
     check_outcomes([got for got, _ in results], "ValueError", "recompute_gate_up", "contiguous")
     assert all(y.isfinite().all() for _, y in results)
+
+
+def test_moe_recompute_refuses_a_shared_layer_without_token_saving(ranks):
+    def run(world, device):
+        base = epmoe.EPMoE(H, I, E, K, world, max_tokens=4, device=device, token_saving=False)
+        got = outcome(lambda: epmoe.EPMoE(H, I, E, K, layer=base.layer, recompute_gate_up=True))
+        base.finalize()
+        return got
+
+    check_outcomes(ranks(run), "ValueError", "token_saving=False")
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["backward", "retain_graph"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_moe_recompute_in_fp8_frees_old_weights(ranks, recompute, keeps):
+    """A loss that still lives keeps no weights in FP8 after its backward, but with retain_graph=True."""
+
+    def run(world, device):
+        moe = pair(world, device, **FP8)[recompute]
+        x, idx, weight, _ = inputs(world, device)
+        loss = moe(x, idx, weight).float().sum()
+        loss.backward(retain_graph=keeps)
+        old = [weakref.ref(t) for name in ("gate_up_proj", "down_proj") for t in moe._quantized[name]._pair]
+        moe.requantize()
+        left = [t() is not None for t in old]
+        if keeps:
+            loss.backward()
+        left += [t() is not None for t in old]
+        moe.layer.synchronize()
+        moe.finalize()
+        return left
+
+    for left in ranks(run, world_size=1):
+        assert any(left[:8]) == keeps and not any(left[8:])
+
+
+@pytest.mark.cpu_only
+def test_moe_recompute_in_fp8_of_a_computed_weight():
+    """Weights that are quantised in each forward are quantised again, not kept."""
+
+    class Half(torch.nn.Module):
+        def forward(self, weight):
+            return weight * 0.5
+
+    world = epmoe.thread_worlds(1)[0]
+    modules, results = pair(world, "cpu", **FP8), []
+    for m in modules:
+        torch.nn.utils.parametrize.register_parametrization(m, "gate_up_proj", Half())
+        x, idx, weight, dy = inputs(world, "cpu")
+        leaf = x.clone().requires_grad_()
+        y = m(leaf, idx, weight)
+        y.backward(dy)
+        results.append([y.detach(), leaf.grad, *(p.grad for p in m.parameters())])
+        assert y.grad_fn is None or getattr(y.grad_fn, "gate_up", None) is None
+        m.finalize()
+    for a, b in zip(*results, strict=True):
+        same_bits(a, b, "a result")

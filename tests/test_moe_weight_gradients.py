@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import threading
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import epmoe
 from cases import check_outcomes, outcome, process_ranks
 from epmoe import _C
 from epmoe.gemm.weight_gradients import DeferredWgrad
+from epmoe.testing import run_threads
 from moe_cases import Model, inputs_of, make_moe
-from pace import HANG_S
+from pace import HANG_S, when_waiting
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 DELAY, FUSE = {"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}
@@ -491,3 +493,29 @@ def test_moe_backward_dw_that_failed_can_be_repeated(options):
         moe.zero_grad()
     assert all(torch.equal(a, b) and a.any() for a, b in zip(*wanted, strict=True)) and not left
     moe.finalize()
+
+
+@pytest.mark.cpu_only
+def test_moe_gradients_that_wait_do_not_hold_up_other_optimizers():
+    """A step of an optimizer of other parameters waits for no rank, where ranks are threads."""
+    waits = threading.Event()
+
+    def main(world):
+        moe = epmoe.EPMoE(32, 32, 4, 2, world, max_tokens=16, device="cpu", **DELAY)
+        x, (weight, idx) = torch.randn(8, 32).bfloat16(), torch.rand(8, 4).topk(2)
+        moe(x, idx, weight).float().sum().backward()
+        world.exchange(b"x")
+        if world.rank == 0:
+            assert waits.wait(HANG_S)  # for this rank
+            other = torch.nn.Linear(2, 2)
+            other(torch.ones(2)).sum().backward()
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+        else:
+            when_waiting(world, "plan", waits.set)
+        moe(x, idx, weight).float().sum().backward()
+        moe.backward_dw()
+        moe.backward_dw()
+        moe.finalize()
+        return True
+
+    assert run_threads(main, 2) == [True, True]

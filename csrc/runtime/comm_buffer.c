@@ -4,6 +4,7 @@
  * has the buffer's memory, and fills in where that is; this file knows no heap.
  * Invariant: the watchdog knows an open buffer until its operations have finished, so the end of the world
  * always reaches their waits. */
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -12,6 +13,10 @@
 #include "runtime/error.h"
 #include "runtime/interrupt.h"
 #include "runtime/world.h"
+
+/* Guards voids, num_voids and was_captured of all buffers. A layer's lock is held while an operation waits
+ * for peers; who asks what was void must not wait for it. */
+static pthread_mutex_t voids_lock = PTHREAD_MUTEX_INITIALIZER;
 
 int ep_comm_open(EpCommBuffer *b, const EpShape *shape) {
     void *host = NULL;
@@ -49,27 +54,43 @@ uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t word, uint64_t num_tokens,
                            .buffer = (uint8_t)b->buffer,
                            .dtype = (uint8_t)ep_op_dtype_of(word),
                            .code = (int16_t)code};
-    if (b->on_stream && b->backend->is_captured(stream)) ep_world_order_unknown(b->world);
+    if (b->on_stream && b->backend->is_captured(stream)) {
+        ep_world_order_unknown(b->world);
+        pthread_mutex_lock(&voids_lock);
+        b->was_captured = true;
+        pthread_mutex_unlock(&voids_lock);
+    }
     return ep_world_begin_call(b->world, &record);
 }
 
 uint64_t ep_comm_newest_call(const EpCommBuffer *b) { return b->num_uncounted + b->num_ops; }
 
-bool ep_comm_was_void(const EpCommBuffer *b, uint64_t number) {
+static bool was_void(const EpCommBuffer *b, uint64_t number) {
     const uint64_t num = b->num_voids < EP_NUM_VOIDS ? b->num_voids : EP_NUM_VOIDS;
+    if (b->was_captured) return false;
     if (b->num_voids > num && number < b->voids[b->num_voids % EP_NUM_VOIDS].first) return true;
     for (uint64_t i = 0; i < num; i++)
         if (b->voids[i].first <= number && number <= b->voids[i].last) return true;
     return false;
 }
 
+bool ep_comm_was_void(const EpCommBuffer *b, uint64_t number) {
+    pthread_mutex_lock(&voids_lock);
+    const bool found = was_void(b, number);
+    pthread_mutex_unlock(&voids_lock);
+    return found;
+}
+
 /* Stop counting the operations from this epoch on, but the first: it was void on all ranks, and later ones in
  * this buffer did nothing. */
 static void uncount_void(EpCommBuffer *b, uint64_t epoch) {
     const uint64_t num_later = b->num_ops > epoch ? b->num_ops - epoch : 0;
-    const uint64_t first = b->num_uncounted + epoch, i = b->num_voids++ % EP_NUM_VOIDS;
+    const uint64_t first = b->num_uncounted + epoch;
+    pthread_mutex_lock(&voids_lock);
+    const uint64_t i = b->num_voids++ % EP_NUM_VOIDS;
     b->voids[i].first = first;
     b->voids[i].last = first + num_later;
+    pthread_mutex_unlock(&voids_lock);
     ep_world_uncount_calls(b->world, num_later);
     b->num_uncounted += num_later;
     b->num_ops = epoch;

@@ -340,9 +340,9 @@ class WeightGradients:
 
     def drop_failed(self) -> None:
         """Drop the factors of backward passes whose error came later."""
-        if any(f.call is not None for _, waiting in self.pending for f in waiting):
-            self.pending = collections.deque(
-                (of, waiting) for of, waiting in self.pending if not any(f.has_failed() for f in waiting))
+        for entry in list(self.pending):
+            if any(f.has_failed() for f in entry[1]):
+                self.pending.remove(entry)
 
     def compute(self) -> None:
         """Compute the gradients of the oldest backward pass that waits.  After an error they wait further."""
@@ -375,11 +375,12 @@ def check_no_delay(parameters: Iterable[Tensor], use: str, before: str) -> None:
     use, before: Parts of the error's text: what the program does with the gradients, and the call that must
     come after backward_dw().
     """
-    for g in list(_delaying):
-        g.drop_failed()
-    factors = [f for g in list(_delaying) for _, fs in list(g.pending) for f in fs]
-    waiting = {id(f.deferred_wgrad.parameter) for f in factors}
-    if waiting and any(id(p) in waiting for p in parameters):
+    # Ranks may be threads, and _delaying has the gradients of all of them: nothing is changed here.
+    factors = [f for g in list(_delaying) for _, fs in list(g.pending) for f in list(fs)]
+    if not factors:
+        return
+    wanted = {id(p) for p in parameters}
+    if any(id(f.deferred_wgrad.parameter) in wanted and not f.has_failed() for f in factors):
         raise RuntimeError(f"{use}, but gradients of its parameters wait for backward_dw(): call it once for "
                            f"each backward pass before {before}")
 

@@ -271,7 +271,8 @@ def run(moe: EPMoE, layer: EPAll2AllLayer, x: Tensor, topk_idx: Tensor, topk_wei
                 pairs = up.of(moe.gate_up_proj, is_sharded), down.of(moe.down_proj, is_sharded)
         if requires_grad(x, weight, *parameters):
             return _Fp8Experts.apply(x, weight, *parameters, layer, layout, num_rows, pairs, kernel, rowwise,
-                                     moe.wgrad_dtype != E4M3, moe.recompute_gate_up), layout
+                                     moe.wgrad_dtype != E4M3, moe.recompute_gate_up,
+                                     is_sharded or moe._computed), layout
         return _forward(layer, x, weight, parameters, layout, num_rows, _forward_weights(pairs), kernel,
                         rowwise, False)[0], layout
 
@@ -353,7 +354,7 @@ class _Fp8Experts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
                 down: Tensor, down_bias: Tensor | None, layer: EPAll2AllLayer, layout: EPLayout,
                 num_rows: int, pairs: tuple[Pair, Pair], kernel: Kernel, rowwise: bool,
-                wgrad_in_16_bits: bool, recompute: bool) -> Tensor:
+                wgrad_in_16_bits: bool, recompute: bool, quantizes_each_time: bool) -> Tensor:
         y, rows, row_scale, h, row_weight, recv = _forward(
             layer, x, weight, (gate_up, gate_up_bias, down, down_bias), layout, num_rows,
             _forward_weights(pairs), kernel, rowwise, True)
@@ -362,7 +363,8 @@ class _Fp8Experts(torch.autograd.Function):
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
         # The transposed weights are kept, too: those of the next version have other memory.
         ctx.transposed = pairs[0][2:], pairs[1][2:]
-        ctx.gate_up = pairs[0][:2] if recompute else None
+        # What is quantised in each forward is quantised again in the backward, rather than kept.
+        ctx.gate_up = pairs[0][:2] if recompute and not quantizes_each_time else None
         ctx.save_for_backward(layout.plan, gate_up, gate_up_bias, down, down_bias, rows, row_scale,
                               None if recompute else h, row_weight, recv)
         return y
@@ -370,7 +372,7 @@ class _Fp8Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with of_one_backward(ctx.layer, ctx.buffer, *ctx.deferred_wgrads):
-            return *_backward(ctx, ctx.layer, dy), *[None] * 8
+            return *_backward(ctx, ctx.layer, dy), *[None] * 9
 
 
 def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -393,11 +395,15 @@ def _backward(ctx: Any, layer: EPAll2AllLayer, dy: Tensor) -> tuple[Tensor | Non
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         if h is None:
             up_bias = None if gate_up_bias is None else gate_up_bias.detach().to(dtype).contiguous()
-            h = _multiply(rows, row_scale, *ctx.gate_up, up_bias, offsets, ctx.rowwise, dtype)
+            up8, up_scale = ctx.gate_up or _quantize_weights(gate_up.detach(), ctx.rowwise)[:2]
+            h = _multiply(rows, row_scale, up8, up_scale, up_bias, offsets, ctx.rowwise, dtype)
+            del up8, up_scale
         found = activation_gradient(ctx.kernel, h, d, offsets, row_weight,
                                     ctx.wgrad_in_16_bits or of_gate_up_bias, ctx.rowwise)
         dots = found.dots
         ctx.maybe_clear_saved_tensors()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # as torch frees what is saved
+            ctx.gate_up = ctx.transposed = None
         del h, d
         if down_bias is not None or ctx.wgrad_in_16_bits:
             g16 = dequantize_fp8(g, g_scale, dtype)

@@ -290,8 +290,8 @@ class EPMoE(nn.Module):
             multiply do not have it.
         recompute_gate_up: True: the backward multiplies by gate_up_proj again, instead of keeping gate and up
             [M, 2I] from the forward.  The bits are the same.  For training in bfloat16 and float16, also with
-            compute_dtype; without balance and adapters, and without compute_dtype on one node only, with
-            token_saving.
+            compute_dtype; without balance and adapters.  Without compute_dtype on one node only, with
+            token_saving, and H and I are multiples of 16.
         delay_wgrad_compute: True: the backward leaves the gradients of the weights to backward_dw.
         fuse_wgrad_accumulation: True: add the gradient of a weight p to p.main_grad, which the caller sets, a
             tensor of p's shape and of float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.
@@ -477,6 +477,8 @@ class EPMoE(nn.Module):
             check_shared(layer, hidden, topk, num_physical, dtype)
             balancing.check_layer(self.balance, layer)
             fp8_training.check_layer(self.computes_fp8, layer)
+            if self.recompute_gate_up and not self.computes_fp8 and layer._copies != 1:
+                raise ValueError("recompute_gate_up: not with token_saving=False")
             chunks.check_layer(self.num_chunks, layer)
             self._make(layer, halves * inner, inner, bias)
             balancing.check_staging(self.balance, layer, self._weights(), fuse_wgrad_accumulation)
