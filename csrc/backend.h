@@ -97,7 +97,7 @@ extern const EpBackend ep_cuda_backend; /* only if built with CUDA */
 /* The backend of a kind, or NULL after the error text is set. */
 const EpBackend *ep_backend(EpBackendKind kind);
 
-enum { EP_NUM_VOIDS = 16 };
+enum { EP_NUM_VOIDS = 16 }; /* errors of a buffer that the host remembers */
 /* A communication buffer: an allocation of the heap, host words, and an entry in the watchdog's list. The
  * heap, which fills in the first five fields, outlives the buffer. */
 typedef struct {

@@ -359,10 +359,13 @@ uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config, uint64_t *offsets
 
 /* ---- operations ---- */
 
+static int check_buffer(const EpLayer *l, uint32_t buffer) {
+    if (buffer < l->config.num_buffers) return 0;
+    return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer, l->config.num_buffers);
+}
+
 int ep_layer_lock(EpLayer *l, uint32_t buffer) {
-    if (buffer >= l->config.num_buffers)
-        return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
-                        l->config.num_buffers);
+    EP_TRY(check_buffer(l, buffer));
     return ep_world_lock(ep_heap_world(l->heap), &l->locks[buffer]);
 }
 
@@ -451,10 +454,9 @@ int ep_layer_newest_call(EpLayer *l, uint32_t buffer, uint64_t *number) {
 }
 
 int ep_layer_was_void(EpLayer *l, uint32_t buffer, uint64_t number, bool *was_void) {
-    if (buffer >= l->config.num_buffers)
-        return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
-                        l->config.num_buffers);
-    /* In a forked child the lock may stay locked, and nothing was raised since the fork. */
+    EP_TRY(check_buffer(l, buffer));
+    /* After a fork, nobody may be left to release the lock in the child. A child raises no errors of the
+     * buffer. */
     *was_void = !ep_world_is_forked(ep_heap_world(l->heap)) && ep_comm_was_void(&l->buffers[buffer], number);
     return 0;
 }

@@ -91,8 +91,8 @@ def gradient_of_node(deferred: DeferredWgrad | None, a: Tensor, b: Tensor, offse
                      portable: bool) -> Tensor | None:
     """Do what gradient_of does, in a node of autograd for one product.
 
-    After these nodes, the layer may combine the gradients of the rows.  There the other ranks learn of an
-    error here.
+    Where Step.combines, the layer's next operation after these nodes is a combine.  An error in a node is
+    reported to the other ranks in that combine.
     """
     factors, step = Factors(a, b, offsets, portable=portable), None if deferred is None else deferred.step
     try:

@@ -57,7 +57,7 @@ NO_SCALES = None, None, None, None
 # LoRA beside a weight: `low_in` and `low_out` of csrc/protocol/ops.h
 Low: TypeAlias = tuple[Tensor, Tensor]
 NO_LOW = None, None
-# From so many bytes of rows on, a backward rather makes one more call than hold them longer.
+# A backward with at least so many bytes of rows makes the gradient of gate and up in a call of its own.
 MANY_ROWS_BYTES = 1 << 27
 # of a mixture of adapters: `tag` and `adapter_columns` of csrc/protocol/ops.h
 Mixture: TypeAlias = tuple[Tensor, int]
@@ -100,7 +100,7 @@ def check_recompute(recompute: bool, format: WeightFormat, hidden: int, inner: i
                     **others: Any) -> bool:
     """Return whether a backward computes gate and up again, or raise ValueError where it cannot.
 
-    others: name -> whether EPMoE has got that option, with which it cannot.
+    others: Other options of EPMoE, with which it cannot: {name: whether the caller has given it}.
     """
     if not recompute:
         return False
@@ -152,7 +152,8 @@ def run(layer: EPAll2AllLayer, tokens: Tensor, topk_idx: Tensor, topk_weights: T
         if lora is not None and requires_grad(tokens, weight, *lora.factors):
             return lora.apply(tokens, weight, parameters, layer, indices, layout, kernel), layout
         if lora is None and scales is None and requires_grad(tokens, weight, *parameters):
-            of_call = layer, indices, layout, kernel, balancer, recompute  # torch examines each argument
+            # One argument, because torch examines each one.
+            of_call = layer, indices, layout, kernel, balancer, recompute
             return _Experts.apply(tokens, weight, *parameters, of_call), layout
         y, rows, *_ = forward(layer, tokens, indices, weight, layout, parameters, kernel, -1, False, scales,
                               lora.low() if lora else (None, None), balancer,

@@ -363,7 +363,8 @@ class _Fp8Experts(torch.autograd.Function):
         ctx.deferred_wgrads = deferred_wgrad_of(gate_up), deferred_wgrad_of(down)
         # The transposed weights are kept, too: those of the next version have other memory.
         ctx.transposed = pairs[0][2:], pairs[1][2:]
-        # What is quantised in each forward is quantised again in the backward, rather than kept.
+        # Weights of FSDP or of a parametrization, which each forward quantises, are not kept in FP8: the
+        # backward quantises them again.
         ctx.gate_up = pairs[0][:2] if recompute and not quantizes_each_time else None
         ctx.save_for_backward(layout.plan, gate_up, gate_up_bias, down, down_bias, rows, row_scale,
                               None if recompute else h, row_weight, recv)
